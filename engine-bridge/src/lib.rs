@@ -1,0 +1,9 @@
+//! What computes: the contract between a pipeline stage and the engine that runs its layers.
+//!
+//! An engine holds per-request state (a KV cache) and forwards *batches*: rows of different requests, prefill and
+//! decode mixed. It knows nothing of replicas, steps on other machines or transports; the stage that drives it
+//! checks contexts before it calls (P-9), so that an engine never computes on state that it does not hold.
+
+mod contract;
+
+pub use contract::{Batch, Engine, EngineError, EngineInfo, RequestId, Row, Text, Watch};

@@ -1,0 +1,2 @@
+//! connex-cli
+fn main() {}
