@@ -26,6 +26,7 @@ extern crate std;
 mod evidence;
 mod id;
 mod machine;
+pub mod step;
 mod time;
 pub mod wire;
 

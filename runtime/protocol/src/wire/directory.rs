@@ -131,7 +131,9 @@ pub enum Response {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum Refusal {
     /// Somebody else holds the identity.
-    #[error("{lid} is held by incarnation {holder} for another {remaining_ms} ms: stop that process, or migrate it")]
+    #[error(
+        "{lid} is held by incarnation {holder} for another {remaining_ms} ms: stop that process, or migrate it"
+    )]
     Held {
         /// The identity.
         lid: LogicalId,
@@ -141,7 +143,9 @@ pub enum Refusal {
         remaining_ms: u64,
     },
     /// The directory has just started and waits for the holders of before.
-    #[error("the directory restarted and grants {lid} to nobody new for another {remaining_ms} ms: try again then")]
+    #[error(
+        "the directory restarted and grants {lid} to nobody new for another {remaining_ms} ms: try again then"
+    )]
     Settling {
         /// The identity.
         lid: LogicalId,

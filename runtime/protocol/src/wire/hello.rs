@@ -43,7 +43,9 @@ pub struct Hello {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Reject {
     /// The peer speaks another version of the protocol.
-    #[error("the peer speaks protocol version {theirs}, this build version {ours}: run the same release on both sides")]
+    #[error(
+        "the peer speaks protocol version {theirs}, this build version {ours}: run the same release on both sides"
+    )]
     Version {
         /// What this side speaks.
         ours: u16,

@@ -13,8 +13,8 @@ pub mod hello;
 
 pub use control::{Control, Heartbeat, StepState};
 pub use frame::{
-    Completed, Encoded, Envelope, ErrorCode, Frame, Item, Outcome, Payload, RegionKey, Reply, Seal, Slot, Step,
-    StepError, decode, encode,
+    Completed, Encoded, Envelope, ErrorCode, Frame, Item, Outcome, Payload, RegionKey, Reply, Seal, Slot,
+    Step, StepError, decode, encode,
 };
 
 /// The version that this build speaks; the hello carries it and both sides must agree.

@@ -1,4 +1,3 @@
-
 use alloc::vec::Vec;
 
 use bytes::Bytes;
@@ -54,8 +53,8 @@ fn frame() -> impl Strategy<Value = Frame> {
     let result = prop_oneof![bytes().prop_map(Ok), error.prop_map(Err)];
     let reply = (step_id(), prop::collection::vec(any::<u32>(), 0..4), any::<u32>(), result)
         .prop_map(|(id, route, items, result)| Frame::Reply(Reply { id, route, items, result }));
-    let item =
-        (step_id(), any::<u32>(), bytes()).prop_map(|(id, index, body)| Frame::Item(Item { id, index, body }));
+    let item = (step_id(), any::<u32>(), bytes())
+        .prop_map(|(id, index, body)| Frame::Item(Item { id, index, body }));
     let control = prop_oneof![
         (step_id(), any::<u32>()).prop_map(|(id, attempt)| Control::Ack { id, attempt }),
         (any::<u64>(), bytes()).prop_map(|(seq, body)| Control::Notice { seq, body: body.to_vec() }),
@@ -143,5 +142,4 @@ fn a_control_message_that_lies_about_its_length_allocates_nothing() {
 fn the_checksum_is_crc32c() {
     assert_eq!(crc32c(0, b"123456789"), 0xe306_9283);
     assert_eq!(crc32c(crc32c(0, b"1234"), b"56789"), 0xe306_9283);
-
 }
