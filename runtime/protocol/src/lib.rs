@@ -24,8 +24,10 @@ extern crate alloc;
 extern crate std;
 
 mod evidence;
+pub mod group;
 mod id;
 mod machine;
+pub mod ring;
 pub mod step;
 mod time;
 pub mod wire;

@@ -326,6 +326,11 @@ impl<C: Choose> Sender<C> {
         self.entries.values().filter(|entry| entry.place.replica() == Some(replica)).count()
     }
 
+    /// The lives that unfinished steps are queued for or were sent to.
+    pub fn targets(&self) -> BTreeSet<Target> {
+        self.entries.values().filter_map(|entry| entry.place.target()).collect()
+    }
+
     /// Whether one more submission would be accepted rather than handed back.
     pub fn has_room(&self) -> bool {
         self.entries.len() < self.config.mailbox

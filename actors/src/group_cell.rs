@@ -1,0 +1,497 @@
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use bytes::Bytes;
+use connex_protocol::group::{self, GroupInput, GroupOutput};
+use connex_protocol::ring::Slot as RingSlot;
+use connex_protocol::step::{Choose, Sender, SenderConfig, SenderInput, SenderOutput, Submission, Target};
+use connex_protocol::wire::directory::Route;
+use connex_protocol::wire::{Frame, Heartbeat, Payload, Seal, Slot, Step};
+use connex_protocol::{
+    Address, Epoch, Evidence, Group, Incarnation, Instant, LogicalId, Machine, Peer, StepId,
+};
+use tokio::sync::Notify;
+
+use crate::served_cell::encode;
+use crate::sink::{StepEnd, StepSink};
+use crate::{Core, NodeEvent};
+
+/// One replica as a group sees it.
+#[derive(Clone, Debug)]
+pub struct ReplicaStatus {
+    /// Its endpoint and life.
+    pub peer: Peer,
+    /// Where it is reached.
+    pub address: Address,
+    /// May be chosen.
+    pub routable: bool,
+    /// Unfinished steps that are on it.
+    pub steps: usize,
+}
+
+/// What an endpoint's actor is to do about its peer.
+#[derive(Clone, Debug)]
+pub(crate) enum Duty {
+    /// Keep a connection to this life at this address.
+    Connect { peer: Peer, address: Address },
+    /// This life is over or out of reach: end, so that the supervisor hands its steps over.
+    Down { peer: Peer, evidence: Evidence },
+    /// These steps came to this life by a handover: watch over them until they end.
+    Adopt { to: Incarnation, steps: Vec<StepId> },
+    /// A step that had moved ended.
+    Ended { on: Option<Incarnation>, step: StepId },
+}
+
+/// The sending side of one group: its membership, its mailboxes, and who waits for which step. It outlives the
+/// actors that supervise it, so that a panic of any of them loses nothing.
+pub struct GroupCell {
+    core: Weak<Core>,
+    group: Group,
+    state: Mutex<State>,
+    /// When the group's actor will next tick the machines, in nanoseconds; `u64::MAX` when it won't.
+    armed: AtomicU64,
+    /// Rung when a mailbox may have room again.
+    room: Notify,
+    /// Rung when a replica became routable.
+    ready: Notify,
+}
+
+struct State {
+    sender: Sender<group::Group>,
+    sinks: HashMap<StepId, Box<dyn StepSink>>,
+    /// Slots that hold the payloads of attempts on their way.
+    slots: HashMap<StepId, Vec<(u32, RingSlot)>>,
+    /// Steps that moved, and to which life.
+    moved: HashMap<StepId, Option<Incarnation>>,
+    duties: VecDeque<Duty>,
+    joined: HashSet<Incarnation>,
+    paused_at: HashMap<LogicalId, Instant>,
+}
+
+impl GroupCell {
+    pub(crate) fn new(core: Weak<Core>, group: Group, config: SenderConfig) -> Arc<Self> {
+        let me = core.upgrade().map(|core| core.me().incarnation);
+        let me = me.expect("a group is made by its node");
+        let sender = Sender::new(me, config, group::Group::new(group.clone()));
+        Arc::new(GroupCell {
+            core,
+            group,
+            state: Mutex::new(State {
+                sender,
+                sinks: HashMap::new(),
+                slots: HashMap::new(),
+                moved: HashMap::new(),
+                duties: VecDeque::new(),
+                joined: HashSet::new(),
+                paused_at: HashMap::new(),
+            }),
+            armed: AtomicU64::new(u64::MAX),
+            room: Notify::new(),
+            ready: Notify::new(),
+        })
+    }
+
+    /// The group.
+    pub fn group(&self) -> &Group {
+        &self.group
+    }
+
+    /// Submits a step; its items and its end go to `sink`. Handed back when there is no room for it.
+    pub fn submit(
+        &self,
+        submission: Submission,
+        sink: Box<dyn StepSink>,
+    ) -> Result<(), (Submission, Box<dyn StepSink>)> {
+        let Some(core) = self.core.upgrade() else { return Err((submission, sink)) };
+        let id = submission.id;
+        let mut state = self.state.lock().expect("no holder panics");
+        state.sinks.insert(id, sink);
+        let mut refused = None;
+        self.run(&core, &mut state, SenderInput::Submit(submission), &mut refused);
+        match refused {
+            None => Ok(()),
+            Some(submission) => {
+                let sink = state.sinks.remove(&id).expect("it was just put there");
+                Err((submission, sink))
+            }
+        }
+    }
+
+    /// Submits an own step under a fresh number, which is drawn under the group's lock so that numbers and order of
+    /// submission agree.
+    pub fn submit_own(
+        &self,
+        make: impl FnOnce(StepId) -> Submission,
+        sink: Box<dyn StepSink>,
+    ) -> Result<StepId, (Submission, Box<dyn StepSink>)> {
+        let core = self.core.upgrade().expect("the node outlives its submitters");
+        let mut state = self.state.lock().expect("no holder panics");
+        let submission = make(core.next_step());
+        let id = submission.id;
+        state.sinks.insert(id, sink);
+        let mut refused = None;
+        self.run(&core, &mut state, SenderInput::Submit(submission), &mut refused);
+        match refused {
+            None => Ok(id),
+            Some(submission) => {
+                let sink = state.sinks.remove(&id).expect("it was just put there");
+                Err((submission, sink))
+            }
+        }
+    }
+
+    /// Waits until the mailbox may have room.
+    pub async fn room(&self) {
+        let notified = self.room.notified();
+        if self.state.lock().expect("no holder panics").sender.has_room() {
+            return;
+        }
+        notified.await;
+    }
+
+    /// Waits until a replica can take a step.
+    pub async fn ready(&self) {
+        loop {
+            let notified = self.ready.notified();
+            if self.is_ready() {
+                return;
+            }
+            notified.await;
+        }
+    }
+
+    /// Whether a replica can take a step now.
+    pub fn is_ready(&self) -> bool {
+        !self.state.lock().expect("no holder panics").joined.is_empty()
+    }
+
+    /// Accepted steps that have not ended.
+    pub fn unfinished(&self) -> usize {
+        self.state.lock().expect("no holder panics").sender.unfinished()
+    }
+
+    /// The replicas, as this group sees them.
+    pub fn replicas(&self) -> Vec<ReplicaStatus> {
+        let state = self.state.lock().expect("no holder panics");
+        let members = state.sender.choose().members();
+        members
+            .into_iter()
+            .map(|member| ReplicaStatus {
+                routable: state.joined.contains(&member.peer.incarnation),
+                steps: state.sender.on_replica(member.peer.lid.replica()),
+                address: member.address,
+                peer: member.peer,
+            })
+            .collect()
+    }
+
+    /// Takes one input and performs what comes of it.
+    pub fn drive(&self, input: SenderInput) {
+        let Some(core) = self.core.upgrade() else { return };
+        let mut state = self.state.lock().expect("no holder panics");
+        self.run(&core, &mut state, input, &mut None);
+    }
+
+    /// The directory's word on a replica.
+    pub(crate) fn on_route(&self, route: Route) {
+        let superseded = {
+            let state = self.state.lock().expect("no holder panics");
+            state.sender.choose().current(&route.lid).filter(|peer| peer.incarnation != route.incarnation)
+        };
+        self.tell_group(GroupInput::Route(route.clone()));
+        if let Some(old) = superseded {
+            self.on_superseded(&old, &route);
+        }
+    }
+
+    /// The directory says that a life is over.
+    pub(crate) fn on_removed(
+        &self,
+        lid: &LogicalId,
+        incarnation: Incarnation,
+        epoch: Epoch,
+        evidence: Evidence,
+    ) {
+        self.tell_group(GroupInput::Removed { lid: lid.clone(), incarnation, epoch, evidence });
+        self.owe(Duty::Down { peer: Peer { lid: lid.clone(), incarnation }, evidence });
+    }
+
+    pub(crate) fn on_up(&self, peer: &Peer) {
+        self.tell_group(GroupInput::Up { incarnation: peer.incarnation });
+    }
+
+    pub(crate) fn on_down(&self, peer: &Peer, evidence: Evidence) {
+        self.tell_group(GroupInput::Down { incarnation: peer.incarnation, evidence });
+        self.owe(Duty::Down { peer: peer.clone(), evidence });
+    }
+
+    pub(crate) fn on_heartbeat(&self, peer: &Peer, heartbeat: Heartbeat) {
+        self.tell_group(GroupInput::Heartbeat { incarnation: peer.incarnation, heartbeat });
+    }
+
+    pub(crate) fn on_suspect(&self, peer: &Peer, evidence: Evidence) {
+        self.tell_group(GroupInput::Suspected { incarnation: peer.incarnation, evidence });
+        self.emit(NodeEvent::Suspected { peer: peer.clone(), evidence });
+    }
+
+    pub(crate) fn on_cleared(&self, peer: &Peer) {
+        self.tell_group(GroupInput::Cleared { incarnation: peer.incarnation });
+        self.emit(NodeEvent::Cleared { peer: peer.clone() });
+    }
+
+    /// The identity moves to a new life: what is on the old one goes there, and nothing else is disturbed.
+    fn on_superseded(&self, old: &Peer, route: &Route) {
+        let Some(core) = self.core.upgrade() else { return };
+        let mut state = self.state.lock().expect("no holder panics");
+        let now = core.clock().now();
+        let paused = state.paused_at.remove(&old.lid).map(|at| now.since(at));
+        if let Some(paused) = paused {
+            self.run(&core, &mut state, SenderInput::Resume(old.lid.replica()), &mut None);
+            core.emit(NodeEvent::Migrated {
+                lid: old.lid.clone(),
+                from: old.incarnation,
+                to: route.incarnation,
+                paused,
+            });
+        }
+        state.joined.remove(&old.incarnation);
+        state.duties.push_back(Duty::Down { peer: old.clone(), evidence: Evidence::Superseded });
+        drop(state);
+        core.doors().group_duty(&self.group);
+    }
+
+    /// Holds back what is for this endpoint while its identity moves.
+    pub(crate) fn pause(&self, lid: &LogicalId) {
+        let Some(core) = self.core.upgrade() else { return };
+        let mut state = self.state.lock().expect("no holder panics");
+        state.paused_at.entry(lid.clone()).or_insert_with(|| core.clock().now());
+        self.run(&core, &mut state, SenderInput::Pause(lid.replica()), &mut None);
+    }
+
+    /// The migration was called off.
+    pub(crate) fn resume(&self, lid: &LogicalId) {
+        let Some(core) = self.core.upgrade() else { return };
+        let mut state = self.state.lock().expect("no holder panics");
+        if state.paused_at.remove(lid).is_some() {
+            self.run(&core, &mut state, SenderInput::Resume(lid.replica()), &mut None);
+        }
+    }
+
+    /// Moves what is on a life that ended, and says how long it took since `reported`.
+    pub(crate) fn hand_over(&self, peer: &Peer, evidence: Evidence) {
+        let from = Target { replica: peer.lid.replica(), incarnation: peer.incarnation };
+        self.drive(SenderInput::Handover { from, evidence });
+    }
+
+    /// The lives that hold unfinished steps and are not linked: what an actor that starts anew has to hand over.
+    pub(crate) fn orphaned(&self) -> Vec<Peer> {
+        let Some(core) = self.core.upgrade() else { return Vec::new() };
+        let targets = self.state.lock().expect("no holder panics").sender.targets();
+        targets
+            .into_iter()
+            .filter(|target| !core.is_linked(target.incarnation))
+            .map(|target| Peer { lid: self.group.replica(target.replica), incarnation: target.incarnation })
+            .collect()
+    }
+
+    /// Takes what the group's actor is to do.
+    pub(crate) fn duties(&self) -> Vec<Duty> {
+        self.state.lock().expect("no holder panics").duties.drain(..).collect()
+    }
+
+    /// The connections that this group wants, for an actor that starts anew.
+    pub(crate) fn wanted(&self) -> Vec<(Peer, Address)> {
+        let state = self.state.lock().expect("no holder panics");
+        state.sender.choose().members().into_iter().map(|member| (member.peer, member.address)).collect()
+    }
+
+    /// Ticks the machines if it is time, and says when to come again.
+    pub(crate) fn tick(&self) -> Option<Instant> {
+        let core = self.core.upgrade()?;
+        let mut state = self.state.lock().expect("no holder panics");
+        let now = core.clock().now();
+        if state.sender.deadline().is_some_and(|at| at <= now) {
+            self.run(&core, &mut state, SenderInput::Tick, &mut None);
+        }
+        let next = state.sender.deadline();
+        self.armed.store(next.map_or(u64::MAX, Instant::as_nanos), Ordering::Relaxed);
+        next
+    }
+
+    fn emit(&self, event: NodeEvent) {
+        if let Some(core) = self.core.upgrade() {
+            core.emit(event);
+        }
+    }
+
+    fn owe(&self, duty: Duty) {
+        self.state.lock().expect("no holder panics").duties.push_back(duty);
+        if let Some(core) = self.core.upgrade() {
+            core.doors().group_duty(&self.group);
+        }
+    }
+
+    fn tell_group(&self, input: GroupInput) {
+        let Some(core) = self.core.upgrade() else { return };
+        let mut state = self.state.lock().expect("no holder panics");
+        let now = core.clock().now();
+        state.sender.choose_mut().handle(now, input);
+        let mut changed = false;
+        let mut owed = false;
+        while let Some(output) = state.sender.choose_mut().poll() {
+            match output {
+                GroupOutput::Connect { peer, address } => {
+                    state.duties.push_back(Duty::Connect { peer, address });
+                    owed = true;
+                }
+                GroupOutput::Routable { peer, epoch } => {
+                    changed = true;
+                    if state.joined.insert(peer.incarnation) {
+                        core.emit(NodeEvent::Joined { peer, epoch });
+                    }
+                }
+                GroupOutput::Unroutable { peer, evidence } => {
+                    if state.joined.remove(&peer.incarnation)
+                        && let Some(evidence) = evidence
+                    {
+                        core.emit(NodeEvent::Down { peer, evidence });
+                    }
+                }
+            }
+        }
+        if changed {
+            self.ready.notify_waiters();
+            self.run(&core, &mut state, SenderInput::Pump, &mut None);
+        }
+        drop(state);
+        if owed {
+            core.doors().group_duty(&self.group);
+        }
+    }
+
+    /// Drives the sender and performs its outputs, in order, under the lock.
+    fn run(&self, core: &Core, state: &mut State, input: SenderInput, refused: &mut Option<Submission>) {
+        let started = core.clock().now();
+        let had_room = state.sender.has_room();
+        state.sender.handle(started, input);
+        while let Some(output) = state.sender.poll() {
+            match output {
+                SenderOutput::Send { to, step } => self.send(core, state, to, step),
+                SenderOutput::Control { to, control } => core.send(to, &Frame::Control(control)),
+                SenderOutput::Item { id, body } => {
+                    if let Some(sink) = state.sinks.get_mut(&id) {
+                        sink.item(body);
+                    }
+                }
+                SenderOutput::Done { id, route, result } => {
+                    if let Some(on) = state.moved.remove(&id) {
+                        state.duties.push_back(Duty::Ended { on, step: id });
+                        core.doors().group_duty(&self.group);
+                    }
+                    if let Some(sink) = state.sinks.remove(&id) {
+                        sink.done(StepEnd { route, result });
+                    }
+                }
+                SenderOutput::Refused(submission) => *refused = Some(submission),
+                SenderOutput::Release { id, attempt } => release(core, state, id, attempt),
+                SenderOutput::HandedOver { from, to, steps, evidence } => {
+                    let now = core.clock().now();
+                    let on = to.map(|to| to.incarnation);
+                    state.moved.extend(steps.iter().map(|id| (*id, on)));
+                    if let Some(to) = on {
+                        state.duties.push_back(Duty::Adopt { to, steps: steps.clone() });
+                        core.doors().group_duty(&self.group);
+                    }
+                    let peer = |target: Target| Peer {
+                        lid: self.group.replica(target.replica),
+                        incarnation: target.incarnation,
+                    };
+                    core.emit(NodeEvent::HandedOver {
+                        from: peer(from),
+                        to: to.map(peer),
+                        steps,
+                        evidence,
+                        took: now.since(started),
+                    });
+                }
+            }
+        }
+        if !had_room && state.sender.has_room() {
+            self.room.notify_waiters();
+        }
+        let next = state.sender.deadline().map_or(u64::MAX, Instant::as_nanos);
+        if next < self.armed.load(Ordering::Relaxed) {
+            self.armed.store(next, Ordering::Relaxed);
+            core.doors().group_duty(&self.group);
+        }
+    }
+
+    fn send(&self, core: &Core, state: &mut State, to: Target, mut step: Step) {
+        let (id, attempt) = (step.id, step.attempt);
+        if let Payload::Inline(payload) = &step.payload
+            && payload.len() > core.config().inline_max
+        {
+            match publish(core, to.incarnation, id, payload) {
+                Some((ring_slot, slot)) => {
+                    state.slots.entry(id).or_default().push((attempt, ring_slot));
+                    step.payload = Payload::Slot(slot);
+                }
+                None => {
+                    // The ring is full: the step keeps its place and is tried again.
+                    let now = core.clock().now();
+                    state.sender.handle(now, SenderInput::Unsent { id, attempt });
+                    return;
+                }
+            }
+        }
+        if let Err(refused) = core.transport().post(encode(core, to.incarnation, &Frame::Step(step))) {
+            tracing::debug!(step = %id, why = %refused.why, "a step was not sent");
+            release(core, state, id, attempt);
+            state.sender.handle(core.clock().now(), SenderInput::Unsent { id, attempt });
+        }
+    }
+
+    /// How long the group's actor may sleep before it ticks.
+    pub(crate) fn next_tick(&self, now: Instant) -> Option<Duration> {
+        match self.armed.load(Ordering::Relaxed) {
+            u64::MAX => None,
+            nanos => Some(Instant::from_nanos(nanos).since(now)),
+        }
+    }
+}
+
+/// Puts a payload into a sealed slot of the send ring (P-6).
+fn publish(core: &Core, reader: Incarnation, id: StepId, payload: &Bytes) -> Option<(RingSlot, Slot)> {
+    let ring_slot = core.ring().lock().expect("no holder panics").alloc(payload.len() as u64, reader).ok()?;
+    let seal = Seal { step: id, generation: ring_slot.generation, len: ring_slot.len };
+    core.region()
+        .publish(ring_slot.offset, seal, payload.clone())
+        .expect("the ring hands out only what lies inside the region");
+    let crc = core.config().payload_crc.then(|| crc32c::crc32c(payload));
+    let slot = Slot {
+        region: core.region().key(),
+        offset: ring_slot.offset,
+        len: ring_slot.len,
+        generation: ring_slot.generation,
+        crc,
+    };
+    Some((ring_slot, slot))
+}
+
+/// Frees the slots of every attempt up to this one.
+fn release(core: &Core, state: &mut State, id: StepId, attempt: u32) {
+    let Some(slots) = state.slots.get_mut(&id) else { return };
+    slots.retain(|(at, slot)| {
+        let over = *at <= attempt;
+        if over {
+            core.region().retract(slot.offset, slot.generation);
+            core.ring().lock().expect("no holder panics").ack(slot.offset, slot.generation);
+        }
+        !over
+    });
+    if slots.is_empty() {
+        state.slots.remove(&id);
+    }
+}

@@ -1,0 +1,161 @@
+//! The actors, one file each, and the doorbells through which the cells and the transport's thread reach them.
+
+mod endpoint;
+mod group;
+mod liveness;
+mod local;
+mod node;
+mod replica_group;
+mod served;
+mod step;
+mod transport;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use connex_protocol::wire::{cutover, directory};
+use connex_protocol::{Evidence, Group, Incarnation, Peer};
+use ractor::{ActorRef, Message};
+
+pub(crate) use endpoint::{EndpointActor, EndpointArgs, EndpointMsg, EndpointState};
+pub(crate) use group::{GroupSupervisor, GroupSupervisorMsg};
+pub(crate) use liveness::{LivenessActor, LivenessMsg};
+pub(crate) use local::{LocalSupervisor, LocalSupervisorMsg};
+pub use node::{NodeSupervisor, NodeSupervisorArgs, NodeSupervisorMsg};
+pub(crate) use replica_group::{ReplicaGroupActor, ReplicaGroupMsg};
+pub(crate) use served::{ServedEndpointActor, ServedEndpointArgs, ServedEndpointMsg};
+pub(crate) use step::{StepActor, StepMsg};
+pub(crate) use transport::TransportSupervisor;
+
+use crate::GroupCell;
+
+/// Takes messages of one of the node's other protocols, on the progress thread; it must not block.
+pub trait Hook<M>: Send + Sync {
+    /// Takes one message.
+    fn take(&self, from: Incarnation, message: M);
+
+    /// A link to this peer came up or ended.
+    fn link(&self, _peer: &Peer, _up: bool, _evidence: Option<Evidence>) {}
+}
+
+type Slot<T> = Mutex<Option<T>>;
+
+/// Where each actor can be reached now. An actor that starts puts its own reference here; while it is away its
+/// doorbell rings nowhere, and it looks at its cell when it comes back.
+#[derive(Default)]
+pub struct Doors {
+    group_supervisor: Slot<ActorRef<GroupSupervisorMsg>>,
+    groups: Mutex<HashMap<Group, ActorRef<ReplicaGroupMsg>>>,
+    liveness: Slot<ActorRef<LivenessMsg>>,
+    served: Slot<ActorRef<ServedEndpointMsg>>,
+    directory: Slot<Arc<dyn Hook<directory::Message>>>,
+    cutover: Slot<Arc<dyn Hook<cutover::Message>>>,
+    fenced: Slot<Arc<dyn Hook<()>>>,
+}
+
+fn ring<M: Message>(slot: &Slot<ActorRef<M>>, message: M) {
+    let actor = slot.lock().expect("no holder panics").clone();
+    if let Some(actor) = actor {
+        // An actor that is ending looks at its cell when it starts again.
+        let _ = actor.send_message(message);
+    }
+}
+
+fn put<T>(slot: &Slot<T>, value: T) {
+    *slot.lock().expect("no holder panics") = Some(value);
+}
+
+impl Doors {
+    /// Gives the directory's messages to this hook.
+    pub fn set_directory(&self, hook: Arc<dyn Hook<directory::Message>>) {
+        put(&self.directory, hook);
+    }
+
+    /// Gives the messages of migrations to this hook.
+    pub fn set_cutover(&self, hook: Arc<dyn Hook<cutover::Message>>) {
+        put(&self.cutover, hook);
+    }
+
+    /// Tells this hook that a peer has fenced this node's life.
+    pub fn set_fenced(&self, hook: Arc<dyn Hook<()>>) {
+        put(&self.fenced, hook);
+    }
+
+    pub(crate) fn put_group_supervisor(&self, actor: ActorRef<GroupSupervisorMsg>) {
+        put(&self.group_supervisor, actor);
+    }
+
+    pub(crate) fn put_group(&self, group: Group, actor: ActorRef<ReplicaGroupMsg>) {
+        self.groups.lock().expect("no holder panics").insert(group, actor);
+    }
+
+    pub(crate) fn put_liveness(&self, actor: ActorRef<LivenessMsg>) {
+        put(&self.liveness, actor);
+    }
+
+    pub(crate) fn put_served(&self, actor: ActorRef<ServedEndpointMsg>) {
+        put(&self.served, actor);
+    }
+
+    pub(crate) fn ensure_group(&self, cell: &Arc<GroupCell>) {
+        ring(&self.group_supervisor, GroupSupervisorMsg::Ensure(cell.clone()));
+    }
+
+    pub(crate) fn group_duty(&self, group: &Group) {
+        let actor = self.groups.lock().expect("no holder panics").get(group).cloned();
+        if let Some(actor) = actor {
+            let _ = actor.send_message(ReplicaGroupMsg::Duty);
+        }
+    }
+
+    pub(crate) fn liveness(&self, msg: LivenessMsg) {
+        ring(&self.liveness, msg);
+    }
+
+    pub(crate) fn on_link(&self, peer: &Peer, up: bool, evidence: Option<Evidence>) {
+        ring(&self.served, ServedEndpointMsg::Link(peer.clone(), up));
+        let hook = self.directory.lock().expect("no holder panics").clone();
+        if let Some(hook) = hook {
+            hook.link(peer, up, evidence);
+        }
+        let hook = self.cutover.lock().expect("no holder panics").clone();
+        if let Some(hook) = hook {
+            hook.link(peer, up, evidence);
+        }
+    }
+
+    pub(crate) fn on_directory(&self, from: Incarnation, message: directory::Message) {
+        let hook = self.directory.lock().expect("no holder panics").clone();
+        match hook {
+            Some(hook) => hook.take(from, message),
+            None => tracing::warn!(peer = %from, "a directory message for a node without one"),
+        }
+    }
+
+    pub(crate) fn on_cutover(&self, from: Incarnation, message: cutover::Message) {
+        let hook = self.cutover.lock().expect("no holder panics").clone();
+        match hook {
+            Some(hook) => hook.take(from, message),
+            None => tracing::warn!(peer = %from, "a migration message for a node that takes none"),
+        }
+    }
+
+    pub(crate) fn on_fenced(&self, from: Incarnation) {
+        let hook = self.fenced.lock().expect("no holder panics").clone();
+        if let Some(hook) = hook {
+            hook.take(from, ());
+        }
+    }
+}
+
+/// Whether a supervised child ended, and why.
+pub(crate) fn end_of(event: &ractor::SupervisionEvent) -> Option<(ractor::ActorId, String)> {
+    use ractor::SupervisionEvent::{ActorFailed, ActorTerminated};
+    match event {
+        ActorTerminated(who, _, reason) => {
+            Some((who.get_id(), reason.clone().unwrap_or_else(|| "it stopped".into())))
+        }
+        ActorFailed(who, error) => Some((who.get_id(), error.to_string())),
+        _ => None,
+    }
+}
