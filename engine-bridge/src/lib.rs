@@ -5,5 +5,9 @@
 //! checks contexts before it calls (P-9), so that an engine never computes on state that it does not hold.
 
 mod contract;
+pub mod local;
+pub mod schedule;
+pub mod stage;
+pub mod toy;
 
 pub use contract::{Batch, Engine, EngineError, EngineInfo, RequestId, Row, Text, Watch};

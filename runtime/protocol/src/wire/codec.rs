@@ -12,15 +12,15 @@ fn config() -> impl bincode::config::Config {
     bincode::config::standard().with_limit::<CONTROL_FRAME_MAX>()
 }
 
-/// Appends the encoding of `value` to `out`.
-pub(crate) fn write<T: Serialize>(out: &mut Vec<u8>, value: &T) {
+/// Appends the compact encoding of `value` to `out`: what control messages and the metadata of steps are made of.
+pub fn write<T: Serialize>(out: &mut Vec<u8>, value: &T) {
     let bytes = bincode::serde::encode_to_vec(value, bincode::config::standard())
         .expect("the wire types hold nothing that bincode refuses");
     out.extend_from_slice(&bytes);
 }
 
-/// Reads a value that fills `bytes` exactly.
-pub(crate) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, WireError> {
+/// Reads a value that fills `bytes` exactly; it may claim no more memory than a control frame may hold.
+pub fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, WireError> {
     match bincode::serde::decode_from_slice(bytes, config()) {
         Ok((value, used)) if used == bytes.len() => Ok(value),
         Ok(_) => Err(WireError::Length),

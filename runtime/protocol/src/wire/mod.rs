@@ -4,7 +4,7 @@
 //! is the [`hello`]; every later one is an [`Envelope`]. A length above the lane's cap ends the session before
 //! anything is allocated for it.
 
-mod codec;
+pub mod codec;
 mod control;
 pub mod cutover;
 pub mod directory;
