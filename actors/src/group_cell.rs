@@ -6,11 +6,11 @@ use std::time::Duration;
 use bytes::Bytes;
 use connex_protocol::group::{self, GroupInput, GroupOutput};
 use connex_protocol::ring::Slot as RingSlot;
-use connex_protocol::step::{Choose, Sender, SenderConfig, SenderInput, SenderOutput, Submission, Target};
+use connex_protocol::step::{Sender, SenderConfig, SenderInput, SenderOutput, Submission, Target};
 use connex_protocol::wire::directory::Route;
 use connex_protocol::wire::{Frame, Heartbeat, Payload, Seal, Slot, Step};
 use connex_protocol::{
-    Address, Epoch, Evidence, Group, Incarnation, Instant, LogicalId, Machine, Peer, StepId,
+    Address, Epoch, Evidence, Group, Incarnation, Instant, LogicalId, Machine, Peer, ReplicaNo, StepId,
 };
 use tokio::sync::Notify;
 
@@ -192,6 +192,20 @@ impl GroupCell {
         let Some(core) = self.core.upgrade() else { return };
         let mut state = self.state.lock().expect("no holder panics");
         self.run(&core, &mut state, input, &mut None);
+    }
+
+    /// Sends a word to the application of a replica's present life; it is sent again until acknowledged.
+    pub fn notice(&self, replica: ReplicaNo, body: Bytes) {
+        let lid = self.group.replica(replica);
+        let current = {
+            let state = self.state.lock().expect("no holder panics");
+            state.sender.choose().current(&lid)
+        };
+        // The state of a life that is gone needs no word.
+        if let Some(peer) = current {
+            let to = Target { replica, incarnation: peer.incarnation };
+            self.drive(SenderInput::Notice { to, body });
+        }
     }
 
     /// The directory's word on a replica.

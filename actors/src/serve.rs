@@ -8,7 +8,7 @@ use connex_protocol::step::Job;
 use connex_protocol::wire::{ErrorCode, Outcome, StepError};
 use connex_protocol::{Incarnation, ReplicaNo, StepId};
 
-use crate::ServedCell;
+use crate::{Core, ServedCell};
 
 /// What a served endpoint does with its steps. One thread of its own drives it.
 pub trait Endpoint: Send {
@@ -28,8 +28,16 @@ pub trait Endpoint: Send {
     fn woken(&mut self) {}
 }
 
+/// What an endpoint is made with.
+pub struct Place {
+    /// The node that it is served by.
+    pub core: Arc<Core>,
+    /// Wakes the endpoint's thread.
+    pub wake: Wake,
+}
+
 /// Makes the endpoint, on its own thread: at the start, and again after a panic.
-pub type EndpointFactory = Arc<dyn Fn(Wake) -> Result<Box<dyn Endpoint>, String> + Send + Sync>;
+pub type EndpointFactory = Arc<dyn Fn(Place) -> Result<Box<dyn Endpoint>, String> + Send + Sync>;
 
 /// Wakes an endpoint's thread: [`Endpoint::woken`] is called soon after, once for any number of calls.
 #[derive(Clone)]
@@ -188,6 +196,11 @@ impl StepContext {
     pub fn remaining(&self) -> Option<Duration> {
         let deadline = Duration::from_millis(self.job.deadline_ms?.into());
         Some(deadline.saturating_sub(self.received.elapsed()))
+    }
+
+    /// Now, on the node's clock.
+    pub fn now(&self) -> connex_protocol::Instant {
+        self.served.now()
     }
 
     /// Says that the engine makes progress; a long step calls it now and then.

@@ -6,7 +6,7 @@ use bytes::{Bytes, BytesMut};
 use connex_protocol::step::{Receiver, ReceiverConfig, ReceiverInput, ReceiverOutput};
 use connex_protocol::wire::hello::Lane;
 use connex_protocol::wire::{self, Frame, Heartbeat, Seal, Slot, StepError};
-use connex_protocol::{Incarnation, LogicalId, Machine, ReplicaNo, StepId};
+use connex_protocol::{Incarnation, Instant, LogicalId, Machine, ReplicaNo, StepId};
 use connex_transport::{Op, OpId, RegionSlice};
 use tokio::sync::watch;
 
@@ -96,6 +96,10 @@ impl ServedCell {
     pub fn unfence(self: &Arc<Self>) {
         self.drive(ReceiverInput::Unfence);
         self.ready.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn now(&self) -> Instant {
+        self.core.upgrade().map_or(Instant::ZERO, |core| core.clock().now())
     }
 
     pub(crate) fn mark_busy(&self) {

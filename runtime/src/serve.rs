@@ -12,7 +12,7 @@ where
     F: Fn(&StepContext) -> Result<Bytes, String> + Send + Sync + 'static,
 {
     let run = Arc::new(run);
-    Arc::new(move |_wake| Ok(Box::new(FnEndpoint { run: run.clone() }) as Box<dyn Endpoint>))
+    Arc::new(move |_place| Ok(Box::new(FnEndpoint { run: run.clone() }) as Box<dyn Endpoint>))
 }
 
 /// An endpoint from an async function: each step runs as a task of the caller's tokio runtime, concurrently.
@@ -25,7 +25,7 @@ where
 {
     let runtime = Handle::current();
     let run = Arc::new(run);
-    Arc::new(move |_wake| {
+    Arc::new(move |_place| {
         let (runtime, run) = (runtime.clone(), run.clone());
         Ok(Box::new(AsyncEndpoint { runtime, run: Box::new(move |step| Box::pin(run(step))) }) as Box<dyn Endpoint>)
     })

@@ -5,7 +5,7 @@ use std::thread;
 use connex_protocol::{Incarnation, Peer};
 use ractor::{Actor, ActorProcessingErr, ActorRef, async_trait};
 
-use crate::serve::{Endpoint, EndpointFactory, Wake, Work};
+use crate::serve::{Endpoint, EndpointFactory, Place, Wake, Work};
 use crate::{Core, ServedCell};
 
 /// The endpoint that this node serves: owns the thread of its engine, and watches which origins are gone.
@@ -47,12 +47,12 @@ impl Actor for ServedEndpointActor {
     ) -> Result<ServedEndpointState, ActorProcessingErr> {
         let cell = args.core.serve();
         let thread_cell = cell.clone();
-        let factory = args.factory;
+        let (core, factory) = (args.core.clone(), args.factory);
         let door = myself.clone();
         thread::Builder::new().name("connex-engine".into()).spawn(move || {
             let run = AssertUnwindSafe(|| {
                 let wake = Wake::new(thread_cell.inbox().clone());
-                factory(wake).map(|mut endpoint| serve(&thread_cell, endpoint.as_mut()))
+                factory(Place { core, wake }).map(|mut endpoint| serve(&thread_cell, endpoint.as_mut()))
             });
             let end = match std::panic::catch_unwind(run) {
                 Ok(Ok(())) => None,
