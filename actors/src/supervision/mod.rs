@@ -1,5 +1,6 @@
 //! The actors, one file each, and the doorbells through which the cells and the transport's thread reach them.
 
+mod directory;
 mod endpoint;
 mod group;
 mod liveness;
@@ -13,15 +14,17 @@ mod transport;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use connex_protocol::wire::{cutover, directory};
+use connex_protocol::wire;
 use connex_protocol::{Evidence, Group, Incarnation, Peer};
 use ractor::{ActorRef, Message};
 
+pub(crate) use directory::DirectoryClientActor;
+pub use directory::{DirectoryMsg, Membership, Standing};
 pub(crate) use endpoint::{EndpointActor, EndpointArgs, EndpointMsg, EndpointState};
 pub(crate) use group::{GroupSupervisor, GroupSupervisorMsg};
 pub(crate) use liveness::{LivenessActor, LivenessMsg};
-pub(crate) use local::{LocalSupervisor, LocalSupervisorMsg};
-pub use node::{NodeSupervisor, NodeSupervisorArgs, NodeSupervisorMsg};
+pub(crate) use local::LocalSupervisor;
+pub use node::{NodeSupervisor, NodeSupervisorArgs};
 pub(crate) use replica_group::{ReplicaGroupActor, ReplicaGroupMsg};
 pub(crate) use served::{ServedEndpointActor, ServedEndpointArgs, ServedEndpointMsg};
 pub(crate) use step::{StepActor, StepMsg};
@@ -48,8 +51,9 @@ pub struct Doors {
     groups: Mutex<HashMap<Group, ActorRef<ReplicaGroupMsg>>>,
     liveness: Slot<ActorRef<LivenessMsg>>,
     served: Slot<ActorRef<ServedEndpointMsg>>,
-    directory: Slot<Arc<dyn Hook<directory::Message>>>,
-    cutover: Slot<Arc<dyn Hook<cutover::Message>>>,
+    directory: Slot<Arc<dyn Hook<wire::directory::Message>>>,
+    directory_actor: Slot<ActorRef<DirectoryMsg>>,
+    cutover: Slot<Arc<dyn Hook<wire::cutover::Message>>>,
     fenced: Slot<Arc<dyn Hook<()>>>,
 }
 
@@ -67,12 +71,21 @@ fn put<T>(slot: &Slot<T>, value: T) {
 
 impl Doors {
     /// Gives the directory's messages to this hook.
-    pub fn set_directory(&self, hook: Arc<dyn Hook<directory::Message>>) {
+    pub fn set_directory(&self, hook: Arc<dyn Hook<wire::directory::Message>>) {
         put(&self.directory, hook);
     }
 
+    pub(crate) fn set_directory_actor(&self, actor: ActorRef<DirectoryMsg>) {
+        put(&self.directory_actor, actor);
+    }
+
+    /// Tells the directory client something, if the node has one.
+    pub fn tell_directory(&self, msg: DirectoryMsg) {
+        ring(&self.directory_actor, msg);
+    }
+
     /// Gives the messages of migrations to this hook.
-    pub fn set_cutover(&self, hook: Arc<dyn Hook<cutover::Message>>) {
+    pub fn set_cutover(&self, hook: Arc<dyn Hook<wire::cutover::Message>>) {
         put(&self.cutover, hook);
     }
 
@@ -124,7 +137,7 @@ impl Doors {
         }
     }
 
-    pub(crate) fn on_directory(&self, from: Incarnation, message: directory::Message) {
+    pub(crate) fn on_directory(&self, from: Incarnation, message: wire::directory::Message) {
         let hook = self.directory.lock().expect("no holder panics").clone();
         match hook {
             Some(hook) => hook.take(from, message),
@@ -132,7 +145,7 @@ impl Doors {
         }
     }
 
-    pub(crate) fn on_cutover(&self, from: Incarnation, message: cutover::Message) {
+    pub(crate) fn on_cutover(&self, from: Incarnation, message: wire::cutover::Message) {
         let hook = self.cutover.lock().expect("no holder panics").clone();
         match hook {
             Some(hook) => hook.take(from, message),

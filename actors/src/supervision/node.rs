@@ -3,7 +3,10 @@ use std::sync::Arc;
 
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent, async_trait};
 
-use super::{GroupSupervisor, LivenessActor, LocalSupervisor, TransportSupervisor, end_of};
+use super::{
+    DirectoryClientActor, GroupSupervisor, LivenessActor, LocalSupervisor, Membership, TransportSupervisor,
+    end_of,
+};
 use crate::serve::EndpointFactory;
 use crate::{Core, NodeEvent};
 
@@ -19,22 +22,28 @@ pub struct NodeSupervisorArgs {
     pub core: Arc<Core>,
     /// Makes the endpoint that it serves, if it serves one.
     pub factory: Option<EndpointFactory>,
+    /// Its membership at a directory, if it has one.
+    pub membership: Option<Arc<Membership>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Branch {
     Transport,
+    Directory,
     Liveness,
     Groups,
     Local,
 }
 
-const BRANCHES: [Branch; 4] = [Branch::Transport, Branch::Liveness, Branch::Groups, Branch::Local];
+/// The local endpoint is there before the directory tells others of it.
+const BRANCHES: [Branch; 5] =
+    [Branch::Transport, Branch::Groups, Branch::Local, Branch::Liveness, Branch::Directory];
 
 /// The root's children.
 pub struct NodeSupervisorState {
     core: Arc<Core>,
     factory: Option<EndpointFactory>,
+    membership: Option<Arc<Membership>>,
     children: HashMap<ActorId, Branch>,
 }
 
@@ -48,6 +57,11 @@ impl NodeSupervisorState {
         let id = match branch {
             Branch::Transport => {
                 TransportSupervisor::spawn_linked(None, TransportSupervisor, core, root).await?.0.get_id()
+            }
+            Branch::Directory => {
+                let Some(membership) = self.membership.clone() else { return Ok(()) };
+                let args = (core, membership);
+                DirectoryClientActor::spawn_linked(None, DirectoryClientActor, args, root).await?.0.get_id()
             }
             Branch::Liveness => {
                 LivenessActor::spawn_linked(None, LivenessActor, core, root).await?.0.get_id()
@@ -76,8 +90,8 @@ impl Actor for NodeSupervisor {
         myself: ActorRef<NodeSupervisorMsg>,
         args: NodeSupervisorArgs,
     ) -> Result<NodeSupervisorState, ActorProcessingErr> {
-        let mut state =
-            NodeSupervisorState { core: args.core, factory: args.factory, children: HashMap::new() };
+        let NodeSupervisorArgs { core, factory, membership } = args;
+        let mut state = NodeSupervisorState { core, factory, membership, children: HashMap::new() };
         for branch in BRANCHES {
             state.start(&myself, branch).await?;
         }

@@ -23,9 +23,11 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+pub mod directory;
 mod evidence;
 pub mod group;
 mod id;
+pub mod lease;
 mod machine;
 pub mod ring;
 pub mod step;

@@ -54,6 +54,8 @@ pub enum Request {
         last: Option<Epoch>,
         /// Wait beside the present holder instead of being refused: the target of a migration.
         shadow: bool,
+        /// The process that started this one; its word on this one's exit ends the lease.
+        guardian: Option<Incarnation>,
     },
     /// Extend the lease.
     Renew {
@@ -78,7 +80,8 @@ pub enum Request {
         /// The endpoint.
         lid: LogicalId,
     },
-    /// What the client saw of an endpoint. Only [`Evidence::ProcessExited`] ends a lease; the rest is advice.
+    /// What the client saw of an endpoint. Only [`Evidence::ProcessExited`] from the endpoint's guardian ends a lease;
+    /// the rest is advice.
     Report {
         /// The endpoint.
         lid: LogicalId,
@@ -166,6 +169,9 @@ pub enum Refusal {
         /// The identity.
         lid: LogicalId,
     },
+    /// A life can be registered by itself only.
+    #[error("a process registers itself: the request names another incarnation than its connection")]
+    NotYours,
     /// The directory holds as many identities or watchers as it may.
     #[error("the directory is full: {what}")]
     Full {
