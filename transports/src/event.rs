@@ -70,7 +70,7 @@ pub enum OpError {
     /// The bytes do not match their checksum.
     #[error("the payload's checksum does not match its bytes")]
     Checksum,
-    /// It did not end within its deadline; nothing of it will land later.
+    /// It did not end within its deadline. Nothing of a read lands later; whether a write took effect is unknown.
     #[error("the operation did not end within its deadline")]
     TimedOut,
     /// It was larger than this backend carries.
@@ -113,9 +113,44 @@ pub enum ConnectError {
         /// How long was waited.
         waited_ms: u64,
     },
+    /// This side has fenced the process that answers there.
+    #[error("{address}: the process that answers there ({found}) is fenced here")]
+    Fenced {
+        /// The address.
+        address: Address,
+        /// Who answers.
+        found: Incarnation,
+    },
     /// The transport is shut down.
     #[error("the transport is shut down")]
     ShutDown,
+}
+
+/// Why a transport could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// Somebody else listens there.
+    #[error("{address} is in use by another process: choose another port, or port 0 for any free one")]
+    InUse {
+        /// The address.
+        address: Address,
+    },
+    /// The address can't be used by this backend.
+    #[error("{address}: {why}")]
+    Address {
+        /// The address.
+        address: Address,
+        /// What is wrong with it, and what to write instead.
+        why: String,
+    },
+    /// The operating system refused.
+    #[error("{address}: {source}")]
+    Io {
+        /// The address.
+        address: Address,
+        /// Its error.
+        source: io::Error,
+    },
 }
 
 /// Takes a transport's events, on the thread that makes progress. It must not block: a slow handler stalls every
@@ -123,4 +158,10 @@ pub enum ConnectError {
 pub trait Handler: Send + Sync + 'static {
     /// Takes one event.
     fn handle(&self, event: Event);
+
+    /// The progress has stopped, because `handle` panicked with this message. Whoever supervises the transport calls
+    /// [`Transport::restart_progress`](crate::Transport::restart_progress), from any thread, this one included.
+    fn progress_failed(&self, panic: String) {
+        let _ = panic;
+    }
 }

@@ -13,11 +13,17 @@
 //! - [`Transport::post`] never blocks and never calls the [`Handler`]: it may be called under a lock that the
 //!   handler takes.
 //! - The handler is called from the progress thread, or from a caller of [`Transport::progress`]; never from two
-//!   threads at once.
+//!   threads at once. A handler that panics stops the progress, loses nothing but the event that it was given, and
+//!   is told so ([`Handler::progress_failed`]); [`Transport::restart_progress`] goes on.
+//! - [`Event::Up`] comes once per peer's life, before its first frame and before `connect` returns; from then on
+//!   `post` accepts. [`Event::Down`] is the last event of that life, after the completions of its operations.
 //! - A region's key names one life of one process. A read or write by a stale or foreign key is refused by the
 //!   owner, never served.
 
+#[cfg(feature = "conformance")]
+pub mod conformance;
 mod event;
+pub mod mem;
 mod op;
 mod region;
 
@@ -26,7 +32,8 @@ use std::time::Duration;
 
 use connex_protocol::{Address, Epoch, Incarnation, Peer};
 
-pub use event::{Completion, ConnectError, Event, Handler, OpError};
+pub use event::{Completion, ConnectError, Event, Handler, OpError, StartError};
+pub use mem::{MemHub, MemTransport};
 pub use op::{Op, OpId, Refused, RefusedWhy};
 pub use region::{Region, RegionError, RegionSlice};
 
@@ -47,6 +54,11 @@ pub trait Transport: Send + Sync + 'static {
 
     /// Where peers reach this transport: the bound address, with the advertised host.
     fn local(&self) -> Address;
+
+    /// Whether payloads in registered slots should carry a checksum: true where they cross a network (P-6).
+    fn wants_crc(&self) -> bool {
+        false
+    }
 
     /// The epoch that later hellos carry.
     fn set_epoch(&self, epoch: Epoch);
@@ -75,9 +87,22 @@ pub trait Transport: Send + Sync + 'static {
     /// thread is making progress already (the caller then waits for its result by other means).
     fn progress(&self, wait: Duration) -> bool;
 
+    /// Whether progress has stopped because the handler panicked.
+    fn failed(&self) -> bool;
+
+    /// Goes on after a panic: links and pending operations are as they were, less the event that was being handled.
+    fn restart_progress(&self);
+
     /// How many bytes posted to a peer are not yet with the operating system; 0 for an unknown peer.
     fn backlog(&self, peer: Incarnation) -> usize;
 
     /// Says goodbye to every peer, ends all links and the progress thread; pending operations fail.
     async fn shutdown(&self);
+}
+
+/// What a panic said.
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text =
+        panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("a panic without a message").to_string()
 }
