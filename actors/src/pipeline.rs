@@ -370,9 +370,10 @@ impl Endpoint for HeadEndpoint {
             return step.fail(format!("token {token} is not in the vocabulary of {vocabulary}"));
         }
         let (request, tenure) = (step.id(), step.job().attempt);
+        let (max_tokens, route) = (meta.max_tokens, step.job().route.clone());
         self.requests.insert(request, step);
-        let max_tokens = meta.max_tokens;
-        self.drive(ScheduleInput::Admit(Admission { request, prompt, generated, max_tokens, tenure }));
+        let admission = Admission { request, prompt, generated, max_tokens, tenure, route };
+        self.drive(ScheduleInput::Admit(admission));
     }
 
     fn abort(&mut self, id: StepId, code: ErrorCode) {

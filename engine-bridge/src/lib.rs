@@ -6,6 +6,7 @@
 
 mod contract;
 pub mod local;
+pub mod recorded;
 pub mod schedule;
 pub mod stage;
 pub mod toy;

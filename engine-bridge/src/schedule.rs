@@ -40,6 +40,8 @@ pub struct Admission {
     pub max_tokens: u32,
     /// Grows with each stage 0 that takes the request over.
     pub tenure: u32,
+    /// The replicas that its client prefers at the later stages; empty without a wish.
+    pub route: Vec<ReplicaNo>,
 }
 
 /// Names a step of the scheduler's.
@@ -170,7 +172,7 @@ impl Scheduler {
     }
 
     fn on_admit(&mut self, admission: Admission) {
-        let Admission { request, prompt, generated, max_tokens, tenure } = admission;
+        let Admission { request, prompt, generated, max_tokens, tenure, route } = admission;
         let refuse = |code, why: String| ScheduleOutput::Finish {
             request,
             end: Err(StepError::new(code, Outcome::NotStarted, why)),
@@ -203,7 +205,7 @@ impl Scheduler {
             tenure,
             done: 0,
             trim: None,
-            route: Vec::new(),
+            route,
             routes: HashSet::new(),
             recoveries: 0,
             in_flight: false,

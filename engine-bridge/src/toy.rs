@@ -2,24 +2,12 @@
 //! layer really saw every token of its request, once and in order.
 
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
 use std::ops::Range;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use connex_protocol::{Incarnation, ReplicaNo, StepId};
+use connex_protocol::StepId;
 
 use crate::{Batch, Engine, EngineError, EngineInfo, RequestId, Text, Watch};
-
-/// A bug put into the engine on purpose, so that a harness can show that it would notice.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Plant {
-    /// Every 50th step is applied twice.
-    Rerun,
-    /// Every 50th step first loses a layer's state, without saying so.
-    LostState,
-}
 
 /// What a toy engine is.
 #[derive(Debug)]
@@ -32,10 +20,9 @@ pub struct ToyConfig {
     pub width: u32,
     /// How long each step takes beyond its arithmetic.
     pub step_time: Duration,
-    /// Where each step is recorded before it is applied.
-    pub ledger: Option<Ledger>,
-    /// A planted bug.
-    pub plant: Option<Plant>,
+    /// A bug put in on purpose, so that a harness can show that it would notice: every 50th step first loses a layer's
+    /// state, without saying so.
+    pub loses_state: bool,
 }
 
 impl ToyConfig {
@@ -47,77 +34,13 @@ impl ToyConfig {
             layers_total: u32::from(stages) * 2,
             width: 64,
             step_time: Duration::ZERO,
-            ledger: None,
-            plant: None,
+            loses_state: false,
         }
     }
 }
 
 /// The automaton's vocabulary.
 pub const VOCABULARY: u32 = 1 << 16;
-
-/// A record of executions in a file that a harness owns: one line a request and step, each in a single append, so
-/// that processes that share the file don't tear each other's lines and a killed one leaves whole ones.
-#[derive(Debug)]
-pub struct Ledger {
-    file: File,
-    replica: ReplicaNo,
-    incarnation: Incarnation,
-}
-
-/// One line of a ledger: this life of this replica applied this step of this request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Execution {
-    /// The request.
-    pub request: RequestId,
-    /// The step.
-    pub step: StepId,
-    /// The stage, by its first layer.
-    pub first_layer: u32,
-    /// The replica.
-    pub replica: ReplicaNo,
-    /// Its life.
-    pub incarnation: Incarnation,
-}
-
-impl Ledger {
-    /// Appends to the ledger at `path`, in this replica's name.
-    pub fn open(path: &Path, replica: ReplicaNo, incarnation: Incarnation) -> io::Result<Self> {
-        let file = OpenOptions::new().create(true).append(true).open(path)?;
-        Ok(Ledger { file, replica, incarnation })
-    }
-
-    fn record(&mut self, first_layer: u32, step: StepId, batch: &Batch) -> io::Result<()> {
-        let mut lines = String::new();
-        for row in &batch.rows {
-            let (replica, incarnation) = (self.replica, self.incarnation);
-            lines.push_str(&format!("{} {step} {first_layer} {replica} {incarnation}\n", row.request));
-        }
-        self.file.write_all(lines.as_bytes())
-    }
-
-    /// Reads a ledger back; a last line that a kill cut short is left out.
-    pub fn read(path: &Path) -> io::Result<Vec<Execution>> {
-        let text = std::fs::read_to_string(path)?;
-        Ok(text.split_inclusive('\n').filter(|line| line.ends_with('\n')).filter_map(parse).collect())
-    }
-}
-
-fn parse(line: &str) -> Option<Execution> {
-    let hex = |text: &str| u64::from_str_radix(text, 16).ok().map(Incarnation::from_bits);
-    let id = |text: &str| {
-        let (origin, seq) = text.split_once(':')?;
-        Some(StepId { origin: hex(origin)?, seq: seq.parse().ok()? })
-    };
-    let mut fields = line.split_whitespace();
-    Some(Execution {
-        request: id(fields.next()?)?,
-        step: id(fields.next()?)?,
-        first_layer: fields.next()?.parse().ok()?,
-        replica: fields.next()?.parse().ok()?,
-        incarnation: hex(fields.next()?)?,
-    })
-}
 
 /// The automaton's layers of one stage.
 pub struct ToyEngine {
@@ -220,7 +143,7 @@ impl Engine for ToyEngine {
 
     fn forward(
         &mut self,
-        step: StepId,
+        _step: StepId,
         batch: &Batch,
         input: &[u8],
         output: &mut Vec<u8>,
@@ -232,25 +155,15 @@ impl Engine for ToyEngine {
             assert!(row.context <= held, "the stage checks contexts before it calls (P-9)");
         }
         self.steps += 1;
-        let planted = self.config.plant.filter(|_| self.steps.is_multiple_of(50));
-        if planted == Some(Plant::LostState) {
+        if self.config.loses_state && self.steps.is_multiple_of(50) {
             for row in &batch.rows {
                 if let Some(last) = self.states.get_mut(&row.request).and_then(|states| states.last_mut()) {
                     last[0] = 0;
                 }
             }
         }
-        for run in 0..1 + u32::from(planted == Some(Plant::Rerun)) {
-            if let Some(ledger) = &mut self.config.ledger {
-                ledger
-                    .record(self.config.layers.start, step, batch)
-                    .map_err(|error| EngineError::Failed(format!("the ledger can't be written: {error}")))?;
-            }
-            if run == 0 {
-                self.pass_time(watch)?;
-                self.apply(batch, &inputs, output);
-            }
-        }
+        self.pass_time(watch)?;
+        self.apply(batch, &inputs, output);
         Ok(())
     }
 
@@ -318,6 +231,8 @@ impl Text for ToyText {
 
 #[cfg(test)]
 mod tests {
+    use connex_protocol::Incarnation;
+
     use super::*;
     use crate::Row;
     use crate::local;
