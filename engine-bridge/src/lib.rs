@@ -4,6 +4,7 @@
 //! decode mixed. It knows nothing of replicas, steps on other machines or transports; the stage that drives it
 //! checks contexts before it calls (P-9), so that an engine never computes on state that it does not hold.
 
+pub mod conformance;
 mod contract;
 pub mod local;
 pub mod recorded;

@@ -162,7 +162,7 @@ impl LogicalId {
 
 impl Incarnation {
     /// An incarnation from 64 random bits; 0, which the wire uses for "nobody yet", becomes 1.
-    pub fn from_bits(bits: u64) -> Self {
+    pub const fn from_bits(bits: u64) -> Self {
         Incarnation(if bits == 0 { 1 } else { bits })
     }
 
