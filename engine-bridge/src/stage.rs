@@ -1,7 +1,8 @@
 //! A pipeline stage between the bytes of a step and an engine: checks what the engine holds, takes out what it can't
 //! compute, and prepares what goes on to the next stage.
 
-use std::collections::HashMap;
+use std::borrow::Cow;
+use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use bytes::Bytes;
@@ -11,9 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Batch, Engine, EngineError, EngineInfo, RequestId, Row, Watch};
 
-/// Requests that a stage holds state for at most; the one that was longest unused goes first. One that comes back is
-/// reported missing and computed anew.
-const REQUESTS_MAX: usize = 1024;
+/// Requests that a stage holds state for at most, unless it is told otherwise. It is more than the scheduler of one
+/// stage 0 admits, so that several can share a stage without pushing each other's state out.
+const REQUESTS_MAX: usize = 4096;
 
 /// A row on its way through the pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,18 +116,38 @@ struct Held {
 }
 
 /// An engine as one stage of a pipeline.
+///
+/// It trusts what the engine holds of a request only if it claimed that request itself: an engine that failed or
+/// panicked may still hold anything, and none of it is computed on again (P-9, P-10).
 pub struct Stage {
     number: u16,
     engine: Box<dyn Engine>,
+    requests_max: usize,
     held: HashMap<RequestId, Held>,
     uses: u64,
     computed: u64,
+    missing: u64,
 }
 
 impl Stage {
     /// The stage with this number.
     pub fn new(number: u16, engine: Box<dyn Engine>) -> Self {
-        Stage { number, engine, held: HashMap::new(), uses: 0, computed: 0 }
+        Stage {
+            number,
+            engine,
+            requests_max: REQUESTS_MAX,
+            held: HashMap::new(),
+            uses: 0,
+            computed: 0,
+            missing: 0,
+        }
+    }
+
+    /// Holds state for so many requests at most; the one that was longest unused goes first, and is reported missing
+    /// and computed anew if it comes back.
+    pub fn with_requests_max(mut self, requests_max: usize) -> Self {
+        self.requests_max = requests_max.max(1);
+        self
     }
 
     /// What its engine is.
@@ -139,9 +160,14 @@ impl Stage {
         self.computed
     }
 
+    /// Rows reported missing since the start.
+    pub fn missing(&self) -> u64 {
+        self.missing
+    }
+
     /// Requests it holds state for.
     pub fn requests(&self) -> usize {
-        self.engine.requests()
+        self.held.len()
     }
 
     /// Computes a step. An error is that step's alone: the stage lives on (P-10), and what it held of the step's
@@ -153,34 +179,58 @@ impl Stage {
         payload: &[u8],
         watch: &dyn Watch,
     ) -> Result<Ran, StepError> {
+        self.validate(meta, payload.len())?;
         let width = self.input_width();
-        let expected: usize = meta.rows.iter().map(|row| row.row.tokens as usize * width).sum();
-        if payload.len() != expected {
-            return Err(broken("the payload's length is not what the rows say"));
-        }
         let mut results = Vec::with_capacity(meta.rows.len());
         let mut batch = Batch::default();
-        let mut input = Vec::with_capacity(payload.len());
+        let mut kept = Vec::with_capacity(meta.rows.len());
         let mut at = 0;
         for row in &meta.rows {
             let bytes = &payload[at..at + row.row.tokens as usize * width];
             at += bytes.len();
-            let refused = self.check(row);
+            let refused = self.check(step.origin, row);
             results.push(refused);
             if refused.is_none() {
                 self.claim(step.origin, row);
                 batch.rows.push(row.row);
-                input.extend_from_slice(bytes);
+                kept.push(bytes);
             }
         }
+        let input = if kept.len() == meta.rows.len() { Cow::Borrowed(payload) } else { kept.concat().into() };
         let mut output = Vec::new();
         if !batch.rows.is_empty() {
             self.forward(step, &batch, &input, &mut output, watch)?;
         }
-        if self.engine.info().is_last() {
-            return self.sampled(meta, results, &output);
+        Ok(match self.engine.info().is_last() {
+            true => Self::sampled(meta, results, &output),
+            false => self.onward(meta, results, &output),
+        })
+    }
+
+    /// Refuses a step whose metadata can't be, before anything is touched (P-10).
+    fn validate(&self, meta: &StageMeta, payload: usize) -> Result<(), StepError> {
+        if meta.rows.is_empty() || meta.rows.len() > self.requests_max {
+            let (rows, max) = (meta.rows.len(), self.requests_max);
+            return Err(malformed(format!("the step has {rows} rows, a stage takes 1 to {max}")));
         }
-        Ok(self.onward(meta, results, &output))
+        let mut requests = HashSet::with_capacity(meta.rows.len());
+        let mut expected = 0usize;
+        for StageRow { row, .. } in &meta.rows {
+            if !requests.insert(row.request) {
+                return Err(malformed(format!("request {} appears twice in the step", row.request)));
+            }
+            if row.tokens == 0 || row.context.checked_add(row.tokens).is_none() {
+                let Row { request, context, tokens, .. } = row;
+                let text = format!("request {request} has {tokens} new tokens after {context}");
+                return Err(malformed(text));
+            }
+            expected = expected.saturating_add((row.tokens as usize).saturating_mul(self.input_width()));
+        }
+        if payload != expected {
+            let text = format!("the payload has {payload} bytes, the rows ask for {expected}");
+            return Err(malformed(text));
+        }
+        Ok(())
     }
 
     fn input_width(&self) -> usize {
@@ -189,18 +239,28 @@ impl Stage {
     }
 
     /// Why a row can't be computed here, if it can't (P-9).
-    fn check(&self, row: &StageRow) -> Option<RowResult> {
-        let request = row.row.request;
-        if self.held.get(&request).is_some_and(|held| held.tenure > row.tenure) {
+    fn check(&mut self, origin: Incarnation, row: &StageRow) -> Option<RowResult> {
+        let claim = self.held.get(&row.row.request);
+        if claim.is_some_and(|held| held.tenure > row.tenure) {
             return Some(RowResult::Superseded);
         }
-        let held = self.engine.held(request);
-        (row.row.context > held).then_some(RowResult::Missing { stage: self.number, held })
+        // Whoever takes a request over starts from context 0: state that another origin built is not there for it.
+        let held = match claim.is_some_and(|held| held.origin == origin) {
+            true => self.engine_held(row.row.request),
+            false => 0,
+        };
+        let lacking = row.row.context > held;
+        self.missing += u64::from(lacking);
+        lacking.then_some(RowResult::Missing { stage: self.number, held })
+    }
+
+    fn engine_held(&self, request: RequestId) -> u32 {
+        catch_unwind(AssertUnwindSafe(|| self.engine.held(request))).unwrap_or(0)
     }
 
     fn claim(&mut self, origin: Incarnation, row: &StageRow) {
         self.uses += 1;
-        if !self.held.contains_key(&row.row.request) && self.held.len() >= REQUESTS_MAX {
+        if !self.held.contains_key(&row.row.request) && self.held.len() >= self.requests_max {
             let oldest = self.held.iter().min_by_key(|(_, held)| held.used).map(|(request, _)| *request);
             if let Some(oldest) = oldest {
                 self.drop_request(oldest);
@@ -220,10 +280,13 @@ impl Stage {
         let engine = &mut self.engine;
         let run = AssertUnwindSafe(|| engine.forward(step, batch, input, output, watch));
         let failure = match catch_unwind(run) {
-            Ok(Ok(())) => {
-                self.computed += batch.tokens() as u64;
-                return Ok(());
-            }
+            Ok(Ok(())) => match self.breach(batch, output.len()) {
+                None => {
+                    self.computed += batch.tokens() as u64;
+                    return Ok(());
+                }
+                Some(breach) => StepError::new(ErrorCode::Internal, Outcome::Ran, breach),
+            },
             Ok(Err(EngineError::Cancelled)) => {
                 StepError::new(ErrorCode::Cancelled, Outcome::MayHaveRun, "the step was cancelled")
             }
@@ -236,25 +299,33 @@ impl Stage {
         Err(failure)
     }
 
-    fn sampled(
-        &self,
-        meta: &StageMeta,
-        mut results: Vec<Option<RowResult>>,
-        output: &[u8],
-    ) -> Result<Ran, StepError> {
+    /// How an engine that claims success broke its contract, if it did.
+    fn breach(&self, batch: &Batch, output: usize) -> Option<String> {
+        let info = self.engine.info();
+        let expected = match info.is_last() {
+            true => batch.samples() * 4,
+            false => batch.tokens() * info.width as usize,
+        };
+        if output != expected {
+            return Some(format!("the engine yielded {output} bytes, the batch asks for {expected}"));
+        }
+        batch.rows.iter().find_map(|row| {
+            let (held, expected) = (self.engine_held(row.request), row.context + row.tokens);
+            (held != expected).then(|| format!("the engine holds {held} tokens where it computed {expected}"))
+        })
+    }
+
+    fn sampled(meta: &StageMeta, mut results: Vec<Option<RowResult>>, output: &[u8]) -> Ran {
         let mut tokens = output.chunks_exact(4);
         for (row, result) in meta.rows.iter().zip(&mut results) {
-            if result.is_some() {
-                continue;
+            if result.is_none() {
+                let token = row.row.sample.then(|| tokens.next().expect("the samples were counted"));
+                *result = Some(token.map_or(RowResult::Nothing, |bytes| {
+                    RowResult::Token(u32::from_le_bytes(bytes.try_into().expect("a chunk has four bytes")))
+                }));
             }
-            *result = Some(if row.row.sample {
-                let bytes = tokens.next().ok_or_else(|| broken("the engine sampled too few tokens"))?;
-                RowResult::Token(u32::from_le_bytes(bytes.try_into().expect("a chunk has four bytes")))
-            } else {
-                RowResult::Nothing
-            });
         }
-        Ok(Ran { results, next: None })
+        Ran { results, next: None }
     }
 
     /// What goes on to the next stage: the activations of the rows that were computed, less what the later stages
@@ -304,10 +375,19 @@ impl Stage {
 
     fn drop_request(&mut self, request: RequestId) {
         self.held.remove(&request);
-        self.engine.release(request);
+        // What an engine keeps of a request that it can't release is not claimed, so it is never computed on.
+        let engine = &mut self.engine;
+        let _ = catch_unwind(AssertUnwindSafe(|| engine.release(request)));
     }
+}
+
+fn malformed(why: String) -> StepError {
+    StepError::new(ErrorCode::Application, Outcome::NotStarted, why)
 }
 
 fn broken(why: &str) -> StepError {
     StepError::new(ErrorCode::Internal, Outcome::Ran, why)
 }
+
+#[cfg(test)]
+mod tests;
