@@ -243,13 +243,13 @@ const FLAG_FAILED: u16 = 16;
 /// In front of every frame. `crc` covers the frame up to its body, itself taken as zero.
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
 #[repr(C)]
-struct Head {
-    kind: u8,
-    version: u8,
-    flags: U16,
-    crc: U32,
-    from: U64,
-    to: U64,
+pub(super) struct Head {
+    pub(super) kind: u8,
+    pub(super) version: u8,
+    pub(super) flags: U16,
+    pub(super) crc: U32,
+    pub(super) from: U64,
+    pub(super) to: U64,
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned, Clone, Copy)]
@@ -446,6 +446,13 @@ pub fn decode(mut frame: Bytes) -> Result<Envelope, WireError> {
         _ => return Err(WireError::Unknown),
     };
     Ok(Envelope { from: incarnation(head.from)?, to: incarnation(head.to)?, frame })
+}
+
+/// The two sides that a frame (without its length prefix) names, before anything else of it is looked at or
+/// verified; `None` if it is too short to be a frame, or names nobody.
+pub fn peek(frame: &[u8]) -> Option<(Incarnation, Incarnation)> {
+    let (head, _) = Head::read_from_prefix(frame).ok()?;
+    Some((incarnation(head.from).ok()?, incarnation(head.to).ok()?))
 }
 
 fn read_step(

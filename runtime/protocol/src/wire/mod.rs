@@ -4,6 +4,7 @@
 //! is the [`hello`]; every later one is an [`Envelope`]. A length above the lane's cap ends the session before
 //! anything is allocated for it.
 
+pub mod bulk;
 pub mod codec;
 mod control;
 pub mod cutover;
@@ -14,7 +15,7 @@ pub mod hello;
 pub use control::{Control, Heartbeat, StepState};
 pub use frame::{
     Completed, Encoded, Envelope, ErrorCode, Frame, Item, Outcome, Payload, RegionKey, Reply, Seal, Slot,
-    Step, StepError, decode, encode,
+    Step, StepError, decode, encode, peek,
 };
 
 /// The version that this build speaks; the hello carries it and both sides must agree.
