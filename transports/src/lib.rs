@@ -26,6 +26,7 @@ mod event;
 pub mod mem;
 mod op;
 mod region;
+pub mod tcp;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,6 +37,7 @@ pub use event::{Completion, ConnectError, Event, Handler, OpError, StartError};
 pub use mem::{MemHub, MemTransport};
 pub use op::{Op, OpId, Refused, RefusedWhy};
 pub use region::{Region, RegionError, RegionSlice};
+pub use tcp::{TcpConfig, TcpTransport};
 
 /// Who a transport speaks for.
 #[derive(Clone, Debug)]

@@ -121,6 +121,27 @@ impl Region {
         Ok(())
     }
 
+    /// Looks a read up without copying: the payload of a slot, or `None` for plain memory, which is read later.
+    pub(crate) fn find(
+        &self,
+        offset: u64,
+        len: u64,
+        seal: Option<Seal>,
+    ) -> Result<Option<Bytes>, RegionError> {
+        match &self.memory {
+            Memory::Slots(_) => self.read(offset, len, seal).map(Some),
+            Memory::Plain(_) => self.check(offset, len).map(|()| None),
+        }
+    }
+
+    /// Whether a write to this range would be taken.
+    pub(crate) fn takes(&self, offset: u64, len: u64) -> Result<(), RegionError> {
+        match &self.memory {
+            Memory::Slots(_) => Err(RegionError::OutOfBounds),
+            Memory::Plain(_) => self.check(offset, len),
+        }
+    }
+
     fn check(&self, offset: u64, len: u64) -> Result<(), RegionError> {
         match offset.checked_add(len) {
             Some(end) if end <= self.len => Ok(()),
