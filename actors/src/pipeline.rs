@@ -224,6 +224,8 @@ struct HeadEndpoint {
     next: Option<Arc<GroupCell>>,
     scheduler: Scheduler,
     requests: HashMap<RequestId, StepContext>,
+    /// The steps that are on their way through the later stages.
+    steps: HashMap<Ticket, StepId>,
     done: StepsDone,
     wake: Wake,
 }
@@ -276,6 +278,7 @@ impl HeadEndpoint {
             next,
             scheduler,
             requests: HashMap::new(),
+            steps: HashMap::new(),
             done: Arc::default(),
             wake: place.wake,
         }
@@ -284,6 +287,9 @@ impl HeadEndpoint {
     fn drive(&mut self, input: ScheduleInput) {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
+            if let ScheduleInput::StepDone { ticket, .. } = &input {
+                self.steps.remove(ticket);
+            }
             self.scheduler.handle(self.core.clock().now(), input);
             while let Some(output) = self.scheduler.poll() {
                 inputs.extend(self.perform(output));
@@ -294,6 +300,17 @@ impl HeadEndpoint {
     fn perform(&mut self, output: ScheduleOutput) -> Option<ScheduleInput> {
         match output {
             ScheduleOutput::Run { ticket, meta, tokens, route } => self.run(ticket, &meta, &tokens, route),
+            ScheduleOutput::Abort(ticket) => {
+                if let (Some(id), Some(next)) = (self.steps.get(&ticket), &self.next) {
+                    next.drive(SenderInput::Cancel(*id));
+                }
+                None
+            }
+            // A step is executed at most once in this life (P-2), so that no request comes twice while it is under way.
+            ScheduleOutput::Duplicate(request) => {
+                tracing::warn!(%request, "a request that is under way was admitted again");
+                None
+            }
             ScheduleOutput::Emit { request, token, .. } => {
                 if let Some(step) = self.requests.get(&request) {
                     step.item(encode_tokens(&[token]));
@@ -347,7 +364,10 @@ impl HeadEndpoint {
         };
         let sink = HeadSink { ticket, ran, done: self.done.clone(), wake: self.wake.clone() };
         match next.submit(submission, Box::new(sink)) {
-            Ok(()) => None,
+            Ok(()) => {
+                self.steps.insert(ticket, id);
+                None
+            }
             Err(_) => Some(ScheduleInput::StepDone { ticket, route: Vec::new(), result: Err(overloaded()) }),
         }
     }
