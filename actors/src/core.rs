@@ -94,6 +94,9 @@ pub struct Core {
     next_op: AtomicU64,
     events: broadcast::Sender<NodeEvent>,
     doors: Doors,
+    submitted: AtomicU64,
+    completed: AtomicU64,
+    failed: AtomicU64,
 }
 
 impl Core {
@@ -116,6 +119,9 @@ impl Core {
             next_op: AtomicU64::new(1),
             events: broadcast::Sender::new(config.events),
             doors: Doors::default(),
+            submitted: AtomicU64::new(0),
+            completed: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
             config,
         })
     }
@@ -176,6 +182,21 @@ impl Core {
     /// A new step's identity.
     pub fn next_step(&self) -> StepId {
         StepId { origin: self.me.incarnation, seq: self.seq.fetch_add(1, Ordering::Relaxed) + 1 }
+    }
+
+    pub(crate) fn count_submitted(&self) {
+        self.submitted.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn count_ended(&self, well: bool) {
+        let counter = if well { &self.completed } else { &self.failed };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// This node's own steps since its start: submitted, completed with a reply, ended with an error.
+    pub fn step_counts(&self) -> (u64, u64, u64) {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (read(&self.submitted), read(&self.completed), read(&self.failed))
     }
 
     /// The cell of a group, made at its first use. `k` is this node's limit as an origin; `None` at a hop that

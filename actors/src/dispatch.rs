@@ -2,7 +2,7 @@ use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
 use connex_protocol::step::{ReceiverInput, SenderInput};
-use connex_protocol::wire::{self, Control, Frame};
+use connex_protocol::wire::{self, Control, Frame, cutover};
 use connex_protocol::{Epoch, Evidence, Incarnation, Peer};
 use connex_transport::{Completion, Event, Handler};
 
@@ -92,7 +92,19 @@ impl Dispatch {
             Control::Goodbye => {}
             Control::Fenced => core.doors().on_fenced(from),
             Control::Directory(message) => core.doors().on_directory(from, message),
-            Control::Cutover(message) => core.doors().on_cutover(from, message),
+            Control::Cutover(message) => self.on_cutover(core, from, message),
+        }
+    }
+
+    /// A source's word to its submitters concerns its group's mailboxes; the rest is between the two sides.
+    fn on_cutover(&self, core: &Core, from: Incarnation, message: cutover::Message) {
+        let linked = core.linked(from);
+        let cell = linked.as_ref().and_then(|linked| core.find_group(linked.peer.lid.group()));
+        match (&message, linked, cell) {
+            (cutover::Message::Pausing { .. }, Some(linked), Some(cell)) => cell.pause(&linked.peer.lid),
+            (cutover::Message::Abort { .. }, Some(linked), Some(cell)) => cell.resume(&linked.peer.lid),
+            (cutover::Message::Pausing { .. }, ..) => {}
+            _ => core.doors().on_cutover(from, message),
         }
     }
 

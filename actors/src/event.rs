@@ -76,6 +76,8 @@ pub enum NodeEvent {
     },
     /// This node's identity is held by another life: it must stop, and register anew in a new life.
     IdentityLost,
+    /// This node has handed its identity to another process, which serves it now.
+    HandedAway,
     /// The directory is out of reach; traffic goes on with the routes known.
     DirectoryAway,
     /// The directory is back.

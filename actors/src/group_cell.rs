@@ -40,6 +40,8 @@ pub(crate) enum Duty {
     Down { peer: Peer, evidence: Evidence },
     /// These steps came to this life by a handover: watch over them until they end.
     Adopt { to: Incarnation, steps: Vec<StepId> },
+    /// The mailbox of this endpoint is held back: see that it does not stay so.
+    Paused(LogicalId),
     /// A step that had moved ended.
     Ended { on: Option<Incarnation>, step: StepId },
 }
@@ -111,7 +113,12 @@ impl GroupCell {
         let mut refused = None;
         self.run(&core, &mut state, SenderInput::Submit(submission), &mut refused);
         match refused {
-            None => Ok(()),
+            None => {
+                if id.origin == core.me().incarnation {
+                    core.count_submitted();
+                }
+                Ok(())
+            }
             Some(submission) => {
                 let sink = state.sinks.remove(&id).expect("it was just put there");
                 Err((submission, sink))
@@ -134,7 +141,10 @@ impl GroupCell {
         let mut refused = None;
         self.run(&core, &mut state, SenderInput::Submit(submission), &mut refused);
         match refused {
-            None => Ok(id),
+            None => {
+                core.count_submitted();
+                Ok(id)
+            }
             Some(submission) => {
                 let sink = state.sinks.remove(&id).expect("it was just put there");
                 Err((submission, sink))
@@ -228,6 +238,7 @@ impl GroupCell {
         epoch: Epoch,
         evidence: Evidence,
     ) {
+        self.resume(lid);
         self.tell_group(GroupInput::Removed { lid: lid.clone(), incarnation, epoch, evidence });
         self.owe(Duty::Down { peer: Peer { lid: lid.clone(), incarnation }, evidence });
     }
@@ -237,6 +248,11 @@ impl GroupCell {
     }
 
     pub(crate) fn on_down(&self, peer: &Peer, evidence: Evidence) {
+        let current = self.state.lock().expect("no holder panics").sender.choose().current(&peer.lid);
+        if current.as_ref() == Some(peer) {
+            // The source of a migration died in it: nothing is to be waited for.
+            self.resume(&peer.lid);
+        }
         self.tell_group(GroupInput::Down { incarnation: peer.incarnation, evidence });
         self.owe(Duty::Down { peer: peer.clone(), evidence });
     }
@@ -282,6 +298,9 @@ impl GroupCell {
         let mut state = self.state.lock().expect("no holder panics");
         state.paused_at.entry(lid.clone()).or_insert_with(|| core.clock().now());
         self.run(&core, &mut state, SenderInput::Pause(lid.replica()), &mut None);
+        state.duties.push_back(Duty::Paused(lid.clone()));
+        drop(state);
+        core.doors().group_duty(&self.group);
     }
 
     /// The migration was called off.
@@ -403,6 +422,9 @@ impl GroupCell {
                     if let Some(on) = state.moved.remove(&id) {
                         state.duties.push_back(Duty::Ended { on, step: id });
                         core.doors().group_duty(&self.group);
+                    }
+                    if id.origin == core.me().incarnation {
+                        core.count_ended(result.is_ok());
                     }
                     if let Some(sink) = state.sinks.remove(&id) {
                         sink.done(StepEnd { route, result });

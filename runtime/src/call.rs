@@ -141,7 +141,9 @@ impl GroupHandle {
         loop {
             let room = self.cell.room();
             match self.submit(step, when_full) {
-                Err(refused) if refused.error.code == ErrorCode::Overloaded && when_full == WhenFull::Wait => {
+                Err(refused)
+                    if refused.error.code == ErrorCode::Overloaded && when_full == WhenFull::Wait =>
+                {
                     step = refused.step;
                     room.await;
                 }
@@ -195,7 +197,10 @@ impl GroupHandle {
                 step.payload.len(),
                 self.core.config().payload_max
             );
-            return Err(CallError { error: StepError::new(ErrorCode::TooLarge, Outcome::NotStarted, text), step });
+            return Err(CallError {
+                error: StepError::new(ErrorCode::TooLarge, Outcome::NotStarted, text),
+                step,
+            });
         }
         let deadline = step.deadline.map(|deadline| self.core.clock().now() + deadline);
         let make = |id| Submission {
@@ -211,7 +216,10 @@ impl GroupHandle {
         };
         self.cell.submit_own(make, sink).map_err(|_| {
             let text = "no room: K steps are in flight, or the mailbox is full; wait for replies";
-            CallError { error: StepError::new(ErrorCode::Overloaded, Outcome::NotStarted, text), step: step.clone() }
+            CallError {
+                error: StepError::new(ErrorCode::Overloaded, Outcome::NotStarted, text),
+                step: step.clone(),
+            }
         })
     }
 }

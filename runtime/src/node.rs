@@ -2,17 +2,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use connex_actors::{
-    Core, CoreConfig, Dispatch, EndpointFactory, NodeEvent, NodeSupervisor, NodeSupervisorArgs,
+    Core, CoreConfig, Dispatch, EndpointFactory, NodeEvent, NodeSupervisor, NodeSupervisorArgs, Standing,
 };
 use connex_protocol::{Address, Group, Incarnation, LogicalId, Peer};
 use connex_transport::mem::MemHub;
 use connex_transport::tcp::{TcpConfig, TcpTransport};
-use connex_transport::{Identity, Transport};
+use connex_transport::{Handler, Identity, Transport};
 use ractor::{Actor, ActorCell};
 use tokio::sync::broadcast;
 
 use crate::GroupHandle;
 use crate::directory::{Registration, Via};
+use crate::migration::Migration;
 
 /// How a node reaches others.
 #[derive(Clone, Debug)]
@@ -21,6 +22,26 @@ pub enum Reach {
     Tcp(TcpConfig),
     /// Inside one process, under this name of the hub; for tests.
     Mem(MemHub, String),
+}
+
+impl Reach {
+    /// Starts the transport that this asks for.
+    pub(crate) fn start(
+        self,
+        identity: Identity,
+        handler: Arc<dyn Handler>,
+    ) -> Result<Arc<dyn Transport>, String> {
+        match self {
+            Reach::Tcp(config) => match TcpTransport::start(config, identity, handler) {
+                Ok(transport) => Ok(transport),
+                Err(error) => Err(error.to_string()),
+            },
+            Reach::Mem(hub, name) => match hub.start(&name, identity, handler) {
+                Ok(transport) => Ok(transport),
+                Err(error) => Err(error.to_string()),
+            },
+        }
+    }
 }
 
 /// Why a node could not be started.
@@ -32,9 +53,6 @@ pub enum StartError {
     /// Its supervision tree could not be started.
     #[error("the supervision tree could not be started: {0}")]
     Supervision(#[from] ractor::SpawnErr),
-    /// The identity could not be registered.
-    #[error("{0}")]
-    Directory(String),
 }
 
 /// What a node is to be.
@@ -46,6 +64,7 @@ pub struct NodeBuilder {
     config: CoreConfig,
     endpoint: Option<EndpointFactory>,
     shadow: bool,
+    guardian: Option<Incarnation>,
 }
 
 /// A process's place in a deployment: one identity, one transport, one supervision tree. Dropping it ends it.
@@ -104,6 +123,12 @@ impl NodeBuilder {
         self
     }
 
+    /// Started by the process of this life, whose word on this one's exit ends its lease at once.
+    pub fn guardian(mut self, guardian: Incarnation) -> Self {
+        self.guardian = Some(guardian);
+        self
+    }
+
     /// Starts the node on the caller's tokio runtime.
     pub async fn start(self) -> Result<Node, StartError> {
         let incarnation = Incarnation::from_bits(uuid::Uuid::new_v4().as_u64_pair().0);
@@ -111,25 +136,23 @@ impl NodeBuilder {
         let core = Core::new(peer.clone(), self.config);
         let identity = Identity { peer, deployment: self.deployment };
         let handler = Dispatch::new(&core);
-        let transport: Arc<dyn Transport> = match self.reach {
-            Reach::Tcp(config) => TcpTransport::start(config, identity, handler)
-                .map_err(|error| StartError::Transport(error.to_string()))?,
-            Reach::Mem(hub, name) => hub
-                .start(&name, identity, handler)
-                .map_err(|error| StartError::Transport(error.to_string()))?,
-        };
-        core.set_transport(transport);
+        core.set_transport(self.reach.start(identity, handler).map_err(StartError::Transport)?);
         let serves = self.endpoint.is_some();
         if serves {
             core.serve();
         }
-        let args = NodeSupervisorArgs { core: core.clone(), factory: self.endpoint };
+        let membership = Registration::membership(&core, &self.directory, serves, self.shadow, self.guardian);
+        let args =
+            NodeSupervisorArgs { core: core.clone(), factory: self.endpoint, membership: membership.clone() };
         let (root, _) = NodeSupervisor::spawn(None, NodeSupervisor, args).await?;
-        let mut node = Node { core, root: root.get_cell(), registration: None };
-        node.registration = Registration::start(&node.core, self.directory, serves, self.shadow)
-            .await
-            .map_err(StartError::Directory)?;
-        Ok(node)
+        if let Via::Fixed(routes) = self.directory {
+            Registration::fix(&core, routes);
+        }
+        let registration = membership.map(|membership| Registration::new(core.clone(), membership));
+        if let Some(registration) = registration.clone().filter(|_| serves) {
+            Migration::start(core.clone(), registration, self.shadow);
+        }
+        Ok(Node { core, root: root.get_cell(), registration })
     }
 }
 
@@ -144,6 +167,7 @@ impl Node {
             config: CoreConfig::default(),
             endpoint: None,
             shadow: false,
+            guardian: None,
         }
     }
 
@@ -161,6 +185,28 @@ impl Node {
     /// Where peers reach it.
     pub fn address(&self) -> Address {
         self.core.transport().local()
+    }
+
+    /// Its membership at the directory, if it has one.
+    pub fn registration(&self) -> Option<&Registration> {
+        self.registration.as_ref()
+    }
+
+    /// Waits until the node holds its identity, or, if it serves nothing, until it knows the routes.
+    pub async fn ready(&self) -> Standing {
+        match &self.registration {
+            None => Standing::Watching,
+            Some(registration) => {
+                let serves = self.core.served().is_some();
+                registration
+                    .wait_for(|standing| match standing {
+                        Standing::Registered(_) | Standing::Lost | Standing::Left => true,
+                        Standing::Watching => !serves,
+                        _ => false,
+                    })
+                    .await
+            }
+        }
     }
 
     /// The node's core, for those who drive its machines themselves.

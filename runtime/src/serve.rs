@@ -27,7 +27,8 @@ where
     let run = Arc::new(run);
     Arc::new(move |_place| {
         let (runtime, run) = (runtime.clone(), run.clone());
-        Ok(Box::new(AsyncEndpoint { runtime, run: Box::new(move |step| Box::pin(run(step))) }) as Box<dyn Endpoint>)
+        Ok(Box::new(AsyncEndpoint { runtime, run: Box::new(move |step| Box::pin(run(step))) })
+            as Box<dyn Endpoint>)
     })
 }
 
@@ -47,8 +48,9 @@ where
     }
 }
 
-type BoxedRun =
-    Box<dyn Fn(Arc<StepContext>) -> std::pin::Pin<Box<dyn Future<Output = Result<Bytes, String>> + Send>> + Send>;
+type BoxedRun = Box<
+    dyn Fn(Arc<StepContext>) -> std::pin::Pin<Box<dyn Future<Output = Result<Bytes, String>> + Send>> + Send,
+>;
 
 struct AsyncEndpoint {
     runtime: Handle,

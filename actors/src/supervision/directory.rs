@@ -28,6 +28,8 @@ pub enum Standing {
     Lost,
     /// It gave its identity up.
     Left,
+    /// It was to hand its identity over, and the successor was gone: it holds it on.
+    Kept,
 }
 
 /// A node's membership: the client's machine and what it has come to, outliving the actor that drives it.
@@ -176,6 +178,9 @@ impl DirectoryState {
             }
             ClientOutput::Left => {
                 self.membership.standing.send_replace(Standing::Left);
+            }
+            ClientOutput::Kept => {
+                self.membership.standing.send_replace(Standing::Kept);
             }
             ClientOutput::Drained(result) => {
                 self.membership.drained.send_replace(Some(result));

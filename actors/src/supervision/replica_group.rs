@@ -2,13 +2,16 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use connex_protocol::{Address, Evidence, Incarnation, Peer};
+use connex_protocol::{Address, Evidence, Incarnation, LogicalId, Peer};
 use ractor::concurrency::JoinHandle;
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, MessagingErr, SupervisionEvent, async_trait};
 
 use super::{EndpointActor, EndpointArgs, EndpointMsg, EndpointState, end_of};
 use crate::group_cell::Duty;
 use crate::{Core, GroupCell, NodeEvent};
+
+/// A mailbox is held back for a migration at most this long; then its steps go to whoever holds the identity.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// One group at this node: starts an actor for each replica's life, ticks the group's machines, and hands over what
 /// was on a life that ended.
@@ -21,6 +24,8 @@ pub(crate) enum ReplicaGroupMsg {
     Duty,
     /// It is time.
     Tick,
+    /// A pause has lasted as long as a migration may.
+    PauseOver(LogicalId),
     /// Fail, as a fault injected by a test; at this endpoint if one is named, else here.
     Crash(String, Option<Incarnation>),
 }
@@ -73,6 +78,9 @@ impl ReplicaGroupState {
                     if let Some(child) = self.child(to) {
                         let _ = child.actor.send_message(EndpointMsg::Adopt(steps));
                     }
+                }
+                Duty::Paused(lid) => {
+                    myself.send_after(PAUSE_MAX, move || ReplicaGroupMsg::PauseOver(lid));
                 }
                 Duty::Ended { on, step } => {
                     if let Some(child) = on.and_then(|on| self.child(on)) {
@@ -129,7 +137,7 @@ impl Actor for ReplicaGroupActor {
 
     async fn pre_start(
         &self,
-        myself: ActorRef<ReplicaGroupMsg>,
+        _myself: ActorRef<ReplicaGroupMsg>,
         (core, cell): (Arc<Core>, Arc<GroupCell>),
     ) -> Result<ReplicaGroupState, ActorProcessingErr> {
         Ok(ReplicaGroupState { core, cell, children: HashMap::new(), timer: None })
@@ -162,6 +170,10 @@ impl Actor for ReplicaGroupActor {
             ReplicaGroupMsg::Duty => state.on_duties(&myself).await,
             ReplicaGroupMsg::Tick => {
                 state.cell.tick();
+                state.on_duties(&myself).await
+            }
+            ReplicaGroupMsg::PauseOver(lid) => {
+                state.cell.resume(&lid);
                 state.on_duties(&myself).await
             }
             ReplicaGroupMsg::Crash(why, at) => match at.and_then(|at| state.child(at)) {

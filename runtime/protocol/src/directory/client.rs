@@ -93,6 +93,8 @@ pub enum ClientOutput {
     Lost,
     /// The identity is given up.
     Left,
+    /// The shadow that it was to go to is not there: it is held on.
+    Kept,
     /// The request to drain was answered.
     Drained(Result<(), Refusal>),
     /// The directory is out of reach; the routes known go on.
@@ -365,6 +367,12 @@ impl Client {
             }
             // The directory does not know this epoch: it restarted, or the lease ran out. Registering again tells.
             (Asked::Renew, Response::Refused(_)) => self.register(now),
+            (Asked::Leave, Response::Refused(Refusal::NotShadow { .. })) => {
+                // The successor is gone: the identity stays here.
+                self.leaving = None;
+                self.renew_at = Some(now);
+                self.outputs.push_back(ClientOutput::Kept);
+            }
             (Asked::Leave, Response::Refused(_) | Response::Done) => {
                 self.holder.on_lost();
                 self.renew_at = None;

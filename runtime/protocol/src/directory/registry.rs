@@ -215,7 +215,7 @@ impl Registry {
         };
         let successor = match (to, entry.route.shadow.clone()) {
             (Some(to), Some((shadow, address))) if to == shadow => Some((shadow, address)),
-            (Some(_), _) => return Response::Refused(Refusal::Unknown { lid }),
+            (Some(to), _) => return Response::Refused(Refusal::NotShadow { lid, to }),
             (None, _) => None,
         };
         entry.lease.end(epoch);

@@ -14,19 +14,19 @@ pub enum Message {
         /// Who takes over.
         to: Incarnation,
     },
-    /// Source to target: nothing of the epoch is delivered after this.
-    Fenced {
-        /// The epoch that ended.
+    /// Source to target: not now.
+    Refused {
+        /// The epoch that the request named.
         epoch: Epoch,
     },
-    /// Either side: the migration is off, the source serves on.
+    /// Source to its submitters, in front of everything that it gives back: hold your steps for this identity.
+    Pausing {
+        /// The epoch that ends.
+        epoch: Epoch,
+    },
+    /// Source to its submitters and its target: the migration is off, the epoch goes on.
     Abort {
         /// The epoch that goes on.
         epoch: Epoch,
-    },
-    /// The source no longer serves and the step was not executed here: send it to the successor.
-    Moved {
-        /// Who serves now.
-        to: Incarnation,
     },
 }

@@ -169,6 +169,14 @@ pub enum Refusal {
         /// The identity.
         lid: LogicalId,
     },
+    /// The life that was to take the identity over does not wait for it.
+    #[error("{to} does not wait to take {lid} over")]
+    NotShadow {
+        /// The identity.
+        lid: LogicalId,
+        /// Who was to hold it next.
+        to: Incarnation,
+    },
     /// A life can be registered by itself only.
     #[error("a process registers itself: the request names another incarnation than its connection")]
     NotYours,

@@ -1,0 +1,207 @@
+//! `connex stage`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use connex::engine::Engine;
+use connex::engine::recorded::{Ledger, Recorded};
+use connex::pipeline::{self, EngineFactory, PipelineConfig};
+use connex::transport::tcp::TcpConfig;
+use connex::{Core, Node, NodeEvent, Reach, Standing};
+
+use crate::args::{Plant, StageArgs};
+use crate::child::{die_with_parent, listen_to_parent};
+use crate::model::{Habits, Model, share};
+use crate::report::{Line, host_ns, say, tell};
+
+pub(crate) async fn run(args: StageArgs) -> anyhow::Result<bool> {
+    die_with_parent(args.parent);
+    let announce = Arc::new(AtomicBool::new(false));
+    let (commands, mut commanded) = tokio::sync::mpsc::unbounded_channel::<String>();
+    let flag = announce.clone();
+    listen_to_parent(args.parent, move |command| match command {
+        "executing" => flag.store(true, Ordering::SeqCst),
+        // The receiver lives as long as the process.
+        other => drop(commands.send(other.to_owned())),
+    });
+
+    let number = args.lid.group().stage();
+    if number >= args.stages {
+        bail!("{}: the pipeline has {} stages, so the last is number {}", args.lid, args.stages, args.stages - 1);
+    }
+    let model = Model::resolve(&args.model)?;
+    let layers_total = model.layers(args.stages)?;
+    let layers = args.layers.clone().map_or_else(|| share(layers_total, number, args.stages), |layers| layers.0);
+    // A model that can't be loaded is said before anybody is told of this stage.
+    let engine = engine_factory(&args, model, layers, announce);
+    let mut builder = Node::builder(args.lid.clone())
+        .reach(Reach::Tcp(TcpConfig {
+            listen: args.listen.clone(),
+            advertise: args.advertise.clone(),
+            ..TcpConfig::default()
+        }))
+        .directory(args.directory.clone())
+        .deployment(&args.deployment)
+        .serve(pipeline::endpoint(PipelineConfig { k: args.k, ..PipelineConfig::default() }, engine));
+    if let Some(guardian) = args.guardian {
+        builder = builder.guardian(guardian);
+    }
+    if args.migrate {
+        builder = builder.migrate();
+    }
+    let node = builder.start().await.with_context(|| format!("stage {} can't be started", args.lid))?;
+    let mut events = node.events();
+    serving(&args, &node).await?;
+    loop {
+        tokio::select! {
+            event = events.recv() => match event {
+                Ok(NodeEvent::IdentityLost) => {
+                    fail(&args, "another process holds this identity now");
+                    return Ok(false);
+                }
+                Ok(NodeEvent::HandedAway) => {
+                    node.shutdown().await;
+                    return Ok(true);
+                }
+                Ok(event) => show(&args, &event),
+                Err(tokio::sync::broadcast::error::RecvError::Lagged(missed)) => {
+                    tracing::warn!(missed, "events were missed");
+                }
+                Err(tokio::sync::broadcast::error::RecvError::Closed) => return Ok(false),
+            },
+            command = commanded.recv(), if args.parent.is_some() => match command.as_deref() {
+                Some("stats") => tell_stats(&node),
+                Some("leave") => {
+                    node.drain(Duration::from_secs(10)).await;
+                    node.shutdown().await;
+                    return Ok(true);
+                }
+                _ => {}
+            },
+            _ = tokio::signal::ctrl_c() => {
+                node.drain(Duration::from_secs(10)).await;
+                node.shutdown().await;
+                return Ok(true);
+            }
+        }
+    }
+}
+
+/// Waits until the stage holds its identity, and says so.
+async fn serving(args: &StageArgs, node: &Node) -> anyhow::Result<()> {
+    let waiting = async {
+        let Some(registration) = node.registration() else { return };
+        let mut said = None;
+        loop {
+            let before = said.clone();
+            let standing = registration.wait_for(|standing| Some(standing) != before.as_ref()).await;
+            if let Standing::Refused(refusal) = &standing {
+                say!("{}: {refusal}", args.lid);
+            }
+            said = Some(standing);
+        }
+    };
+    let standing = tokio::select! {
+        standing = node.ready() => standing,
+        () = waiting => unreachable!("it waits for ever"),
+    };
+    if !matches!(standing, Standing::Registered(_)) {
+        bail!("{}: not registered: {standing:?}", args.lid);
+    }
+    if args.parent.is_some() {
+        tell(&Line::Ready {
+            lid: args.lid.to_string(),
+            incarnation: node.me().incarnation.to_string(),
+            address: node.address().to_string(),
+            pid: std::process::id(),
+        });
+    } else {
+        say!("{} serves at {}", args.lid, node.address());
+    }
+    Ok(())
+}
+
+fn engine_factory(
+    args: &StageArgs,
+    model: Model,
+    layers: std::ops::Range<u32>,
+    announce: Arc<AtomicBool>,
+) -> EngineFactory {
+    let habits = Habits {
+        step_time: Duration::from_micros(args.toy_step_us),
+        loses_state: args.plant == Some(Plant::LostState),
+    };
+    let (stages, ledger, plant) = (args.stages, args.ledger.clone(), args.plant);
+    Arc::new(move |core: &Core| {
+        let inner = model.engine(stages, layers.clone(), habits).map_err(|error| format!("{error:#}"))?;
+        let me = core.me();
+        let ledger = match &ledger {
+            None => None,
+            Some(path) => Some(
+                Ledger::open(path, me.lid.replica(), me.incarnation)
+                    .map_err(|error| format!("the ledger {}: {error}", path.display()))?,
+            ),
+        };
+        let announce = announce.clone();
+        let on_step = Box::new(move |step: connex::StepId| {
+            if announce.swap(false, Ordering::SeqCst) {
+                tell(&Line::Executing { step: step.to_string(), at_ns: host_ns() });
+            }
+        });
+        Ok(Box::new(Recorded::new(inner, ledger, on_step, plant == Some(Plant::Rerun))) as Box<dyn Engine>)
+    })
+}
+
+fn fail(args: &StageArgs, why: &str) {
+    if args.parent.is_some() {
+        tell(&Line::Failed { why: why.to_owned() });
+    }
+    say!("{}: {why}", args.lid);
+}
+
+fn tell_stats(node: &Node) {
+    let (submitted, completed, failed) = node.core().step_counts();
+    tell(&Line::Stats { submitted, completed, failed });
+}
+
+/// Tells the parent what happened, or a person.
+fn show(args: &StageArgs, event: &NodeEvent) {
+    let line = line_of(event);
+    match (line, args.parent) {
+        (Some(line), Some(_)) => tell(&line),
+        (Some(Line::Told { text }), None) => say!("{}: {text}", args.lid),
+        (Some(line), None) => say!("{}: {line:?}", args.lid),
+        (None, _) => {}
+    }
+}
+
+/// What a supervision event says to a parent.
+pub(crate) fn line_of(event: &NodeEvent) -> Option<Line> {
+    let told = |text: String| Some(Line::Told { text });
+    match event {
+        NodeEvent::HandedOver { from, to, steps, evidence, .. } => Some(Line::HandedOver {
+            from: from.lid.to_string(),
+            from_incarnation: from.incarnation.to_string(),
+            to: to.as_ref().map(|to| to.lid.to_string()),
+            steps: steps.len(),
+            evidence: evidence.name().to_owned(),
+            at_ns: host_ns(),
+        }),
+        NodeEvent::Migrated { lid, paused, .. } => {
+            Some(Line::Migrated { lid: lid.to_string(), paused_us: paused.as_micros() as u64 })
+        }
+        NodeEvent::Joined { peer, epoch } => told(format!("{} joined under epoch {epoch}", peer.lid)),
+        NodeEvent::Down { peer, evidence } => told(format!("{} is down: {evidence}", peer.lid)),
+        NodeEvent::Suspected { peer, evidence } => told(format!("{} is suspected: {evidence}", peer.lid)),
+        NodeEvent::Cleared { peer } => told(format!("{} is trusted again", peer.lid)),
+        NodeEvent::Restarted { actor, why } => told(format!("{actor} was started again: {why}")),
+        NodeEvent::DirectoryAway => told("the directory is out of reach; going on with known routes".into()),
+        NodeEvent::DirectoryBack => told("the directory is back".into()),
+        NodeEvent::Recovered { .. }
+        | NodeEvent::Registered { .. }
+        | NodeEvent::IdentityLost
+        | NodeEvent::HandedAway => None,
+    }
+}

@@ -1,0 +1,104 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use connex_actors::{Core, DirectoryMsg, Membership, Standing};
+use connex_protocol::directory::{ClientInput, Registrant};
+use connex_protocol::wire::directory::{Change, Refusal, Route};
+use connex_protocol::{Address, Evidence, Incarnation, LogicalId};
+
+/// How a node learns who serves what: the one switch.
+#[derive(Clone, Debug, Default)]
+pub enum Via {
+    /// From nobody; the embedder tells the node's core.
+    #[default]
+    Nobody,
+    /// From a fixed list; no daemon.
+    Fixed(Vec<Route>),
+    /// From the directory at this address, where the node registers what it serves.
+    Directory(Address),
+}
+
+/// A node's membership at its directory.
+#[derive(Clone)]
+pub struct Registration {
+    core: Arc<Core>,
+    membership: Arc<Membership>,
+}
+
+impl Registration {
+    /// The membership that a node of this kind needs; `None` without a directory.
+    pub(crate) fn membership(
+        core: &Core,
+        via: &Via,
+        serves: bool,
+        shadow: bool,
+        guardian: Option<Incarnation>,
+    ) -> Option<Arc<Membership>> {
+        let Via::Directory(address) = via else { return None };
+        let registrant = serves.then(|| Registrant {
+            lid: core.me().lid.clone(),
+            incarnation: core.me().incarnation,
+            address: core.transport().local(),
+            shadow,
+            guardian,
+        });
+        Some(Membership::new(address.clone(), registrant, core.me().incarnation.bits()))
+    }
+
+    pub(crate) fn new(core: Arc<Core>, membership: Arc<Membership>) -> Self {
+        Registration { core, membership }
+    }
+
+    /// Tells a core of fixed routes.
+    pub(crate) fn fix(core: &Core, routes: Vec<Route>) {
+        for route in routes {
+            core.on_change(Change::Put(route));
+        }
+    }
+
+    /// How the node stands with the directory.
+    pub fn standing(&self) -> Standing {
+        self.membership.standing().borrow().clone()
+    }
+
+    /// Waits until the node's standing is one that `wanted` accepts.
+    pub async fn wait_for(&self, wanted: impl FnMut(&Standing) -> bool) -> Standing {
+        let mut standing = self.membership.standing();
+        // The sender lives in the membership, which this holds.
+        standing.wait_for(wanted).await.map(|standing| standing.clone()).unwrap_or(Standing::Unknown)
+    }
+
+    /// Gives the identity up; waits for the directory's word for `patience` at most, after which the lease runs out
+    /// by itself.
+    pub async fn leave(&self, patience: Duration) {
+        self.core.doors().tell_directory(DirectoryMsg::Input(ClientInput::Leave(None)));
+        let left = self.wait_for(|standing| matches!(standing, Standing::Left | Standing::Lost));
+        let _ = tokio::time::timeout(patience, left).await;
+    }
+
+    /// Hands the identity to the shadow that waits for it; false if the directory did not take it so, and this node
+    /// goes on holding it.
+    pub async fn hand_to(&self, shadow: Incarnation) -> bool {
+        let before = self.standing();
+        self.core.doors().tell_directory(DirectoryMsg::Input(ClientInput::Leave(Some(shadow))));
+        let after = self.wait_for(|standing| *standing != before).await;
+        after == Standing::Left
+    }
+
+    /// Tells the directory what was seen of an endpoint.
+    pub fn report(&self, lid: LogicalId, incarnation: Incarnation, evidence: Evidence) {
+        let input = ClientInput::Report { lid, incarnation, evidence };
+        self.core.doors().tell_directory(DirectoryMsg::Input(input));
+    }
+
+    /// Asks that an endpoint gets no new work.
+    pub async fn drain(&self, lid: LogicalId) -> Result<(), Refusal> {
+        let mut answers = self.membership.drained();
+        answers.mark_unchanged();
+        self.core.doors().tell_directory(DirectoryMsg::Input(ClientInput::Drain(lid)));
+        match answers.changed().await {
+            Ok(()) => answers.borrow().clone().unwrap_or(Ok(())),
+            Err(_) => Ok(()),
+        }
+    }
+}
