@@ -148,4 +148,10 @@ impl Handler for Dispatch {
             Event::Completed(completion) => self.on_completed(&core, completion),
         }
     }
+
+    fn progress_failed(&self, panic: String) {
+        if let Some(core) = self.core.upgrade() {
+            core.doors().progress_failed(panic);
+        }
+    }
 }

@@ -1,5 +1,5 @@
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -54,6 +54,8 @@ pub struct GroupCell {
     state: Mutex<State>,
     /// When the group's actor will next tick the machines, in nanoseconds; `u64::MAX` when it won't.
     armed: AtomicU64,
+    /// Endpoint actors that watch over this group's replicas now.
+    endpoints: AtomicUsize,
     /// Rung when a mailbox may have room again.
     room: Notify,
     /// Rung when a replica became routable.
@@ -90,6 +92,7 @@ impl GroupCell {
                 paused_at: HashMap::new(),
             }),
             armed: AtomicU64::new(u64::MAX),
+            endpoints: AtomicUsize::new(0),
             room: Notify::new(),
             ready: Notify::new(),
         })
@@ -175,6 +178,15 @@ impl GroupCell {
     /// Whether a replica can take a step now.
     pub fn is_ready(&self) -> bool {
         !self.state.lock().expect("no holder panics").joined.is_empty()
+    }
+
+    /// Endpoint actors that watch over this group's replicas now.
+    pub fn endpoints(&self) -> usize {
+        self.endpoints.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_endpoints(&self, count: usize) {
+        self.endpoints.store(count, Ordering::Relaxed);
     }
 
     /// Accepted steps that have not ended.

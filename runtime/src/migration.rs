@@ -59,7 +59,7 @@ async fn serve_requests(
 ) {
     while let Some((from, message)) = requests.recv().await {
         if let Message::Fence { epoch, to } = message {
-            if to != from || registration.standing() != Standing::Registered(epoch) {
+            if to != from || !registration.holds(epoch) {
                 send(&core, from, Message::Refused { epoch });
                 continue;
             }

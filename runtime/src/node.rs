@@ -16,12 +16,14 @@ use crate::directory::{Registration, Via};
 use crate::migration::Migration;
 
 /// How a node reaches others.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub enum Reach {
     /// Over TCP, bound to this address.
     Tcp(TcpConfig),
     /// Inside one process, under this name of the hub; for tests.
     Mem(MemHub, String),
+    /// By this transport, which somebody else started and whose events go elsewhere.
+    Given(Arc<dyn Transport>),
 }
 
 impl Reach {
@@ -36,6 +38,7 @@ impl Reach {
                 Ok(transport) => Ok(transport),
                 Err(error) => Err(error.to_string()),
             },
+            Reach::Given(transport) => Ok(transport),
             Reach::Mem(hub, name) => match hub.start(&name, identity, handler) {
                 Ok(transport) => Ok(transport),
                 Err(error) => Err(error.to_string()),
@@ -145,9 +148,7 @@ impl NodeBuilder {
         let args =
             NodeSupervisorArgs { core: core.clone(), factory: self.endpoint, membership: membership.clone() };
         let (root, _) = NodeSupervisor::spawn(None, NodeSupervisor, args).await?;
-        if let Via::Fixed(routes) = self.directory {
-            Registration::fix(&core, routes);
-        }
+        self.directory.tell(&core);
         let registration = membership.map(|membership| Registration::new(core.clone(), membership));
         if let Some(registration) = registration.clone().filter(|_| serves) {
             Migration::start(core.clone(), registration, self.shadow);

@@ -1,2 +1,31 @@
-//! xtask
-fn main() {}
+//! `cargo xtask`: the project's own commands, from the source tree.
+
+mod install;
+mod results;
+mod run;
+mod test;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask")]
+struct Args {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Install what the tests need, fetch the model, run every test once
+    Test {
+        /// With the full counts, and every figure of the README measured anew into docs/results.md
+        #[arg(long)]
+        full: bool,
+    },
+}
+
+fn main() -> anyhow::Result<()> {
+    match Args::parse().verb {
+        Verb::Test { full } => test::all(full),
+    }
+}

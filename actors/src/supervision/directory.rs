@@ -29,7 +29,7 @@ pub enum Standing {
     /// It gave its identity up.
     Left,
     /// It was to hand its identity over, and the successor was gone: it holds it on.
-    Kept,
+    Kept(Epoch),
 }
 
 /// A node's membership: the client's machine and what it has come to, outliving the actor that drives it.
@@ -179,8 +179,8 @@ impl DirectoryState {
             ClientOutput::Left => {
                 self.membership.standing.send_replace(Standing::Left);
             }
-            ClientOutput::Kept => {
-                self.membership.standing.send_replace(Standing::Kept);
+            ClientOutput::Kept(epoch) => {
+                self.membership.standing.send_replace(Standing::Kept(epoch));
             }
             ClientOutput::Drained(result) => {
                 self.membership.drained.send_replace(Some(result));

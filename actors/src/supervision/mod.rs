@@ -28,7 +28,7 @@ pub use node::{NodeSupervisor, NodeSupervisorArgs};
 pub(crate) use replica_group::{ReplicaGroupActor, ReplicaGroupMsg};
 pub(crate) use served::{ServedEndpointActor, ServedEndpointArgs, ServedEndpointMsg};
 pub(crate) use step::{StepActor, StepMsg};
-pub(crate) use transport::TransportSupervisor;
+pub(crate) use transport::{TransportMsg, TransportSupervisor};
 
 use crate::GroupCell;
 
@@ -50,6 +50,7 @@ pub struct Doors {
     group_supervisor: Slot<ActorRef<GroupSupervisorMsg>>,
     groups: Mutex<HashMap<Group, ActorRef<ReplicaGroupMsg>>>,
     liveness: Slot<ActorRef<LivenessMsg>>,
+    transport: Slot<ActorRef<TransportMsg>>,
     served: Slot<ActorRef<ServedEndpointMsg>>,
     directory: Slot<Arc<dyn Hook<wire::directory::Message>>>,
     directory_actor: Slot<ActorRef<DirectoryMsg>>,
@@ -104,6 +105,14 @@ impl Doors {
 
     pub(crate) fn put_liveness(&self, actor: ActorRef<LivenessMsg>) {
         put(&self.liveness, actor);
+    }
+
+    pub(crate) fn put_transport(&self, actor: ActorRef<TransportMsg>) {
+        put(&self.transport, actor);
+    }
+
+    pub(crate) fn progress_failed(&self, why: String) {
+        ring(&self.transport, TransportMsg::ProgressFailed(why));
     }
 
     pub(crate) fn put_served(&self, actor: ActorRef<ServedEndpointMsg>) {

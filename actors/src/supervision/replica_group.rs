@@ -61,6 +61,7 @@ impl ReplicaGroupState {
         let args = EndpointArgs { core: self.core.clone(), peer: peer.clone(), address: address.clone() };
         let (actor, _) = EndpointActor::spawn_linked(None, EndpointActor, args, myself.get_cell()).await?;
         self.children.insert(actor.get_id(), Child { peer, address, actor });
+        self.cell.set_endpoints(self.children.len());
         Ok(())
     }
 
@@ -113,6 +114,7 @@ impl ReplicaGroupState {
         why: String,
     ) -> Result<(), ActorProcessingErr> {
         let Some(child) = self.children.remove(&id) else { return Ok(()) };
+        self.cell.set_endpoints(self.children.len());
         match evidence {
             Some(evidence) => self.cell.hand_over(&child.peer, evidence),
             None => {

@@ -332,9 +332,12 @@ fn parse_incarnation(text: &str) -> Result<Incarnation, String> {
 
 /// `host:port`, with or without `tcp://`.
 fn parse_address(text: &str) -> Result<Address, String> {
-    let address = Address::new(if text.contains("://") { text.to_owned() } else { format!("tcp://{text}") }.as_str());
+    let address =
+        Address::new(if text.contains("://") { text.to_owned() } else { format!("tcp://{text}") }.as_str());
     match address.split() {
-        ("tcp", rest) if rest.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok()) => Ok(address),
+        ("tcp", rest) if rest.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok()) => {
+            Ok(address)
+        }
         _ => Err(format!("{text:?}: write host:port, such as 127.0.0.1:4100 or [::1]:4100")),
     }
 }

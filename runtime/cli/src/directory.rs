@@ -20,7 +20,11 @@ pub(crate) async fn run(args: DirectoryArgs) -> anyhow::Result<bool> {
     let directory = Directory::start(DirectoryConfig {
         reach: Reach::Tcp(TcpConfig { listen: args.listen.clone(), ..TcpConfig::default() }),
         deployment: args.deployment,
-        registry: RegistryConfig { ttl: Duration::from_millis(args.lease_ttl_ms), first, ..RegistryConfig::default() },
+        registry: RegistryConfig {
+            ttl: Duration::from_millis(args.lease_ttl_ms),
+            first,
+            ..RegistryConfig::default()
+        },
         state_file: args.state,
     })
     .await

@@ -90,7 +90,7 @@ impl Model {
                     step_time: habits.step_time,
                     loses_state: habits.loses_state,
                     ..ToyConfig::stage(0, stages)
-                })))
+                })?))
             }
             Model::Gguf(path) => bail!("{}: GGUF files are not served yet", path.display()),
         }

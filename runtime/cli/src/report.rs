@@ -20,7 +20,14 @@ pub(crate) enum Line {
     /// A step begins to execute; said once after each request for it.
     Executing { step: String, at_ns: u64 },
     /// Steps moved.
-    HandedOver { from: String, from_incarnation: String, to: Option<String>, steps: usize, evidence: String, at_ns: u64 },
+    HandedOver {
+        from: String,
+        from_incarnation: String,
+        to: Option<String>,
+        steps: usize,
+        evidence: String,
+        at_ns: u64,
+    },
     /// A supervision event worth showing.
     Told { text: String },
     /// An identity moved.

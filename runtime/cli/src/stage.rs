@@ -29,11 +29,17 @@ pub(crate) async fn run(args: StageArgs) -> anyhow::Result<bool> {
 
     let number = args.lid.group().stage();
     if number >= args.stages {
-        bail!("{}: the pipeline has {} stages, so the last is number {}", args.lid, args.stages, args.stages - 1);
+        bail!(
+            "{}: the pipeline has {} stages, so the last is number {}",
+            args.lid,
+            args.stages,
+            args.stages - 1
+        );
     }
     let model = Model::resolve(&args.model)?;
     let layers_total = model.layers(args.stages)?;
-    let layers = args.layers.clone().map_or_else(|| share(layers_total, number, args.stages), |layers| layers.0);
+    let layers =
+        args.layers.clone().map_or_else(|| share(layers_total, number, args.stages), |layers| layers.0);
     // A model that can't be loaded is said before anybody is told of this stage.
     let engine = engine_factory(&args, model, layers, announce);
     let mut builder = Node::builder(args.lid.clone())

@@ -4,7 +4,7 @@ use std::time::Duration;
 use connex_actors::{Core, DirectoryMsg, Membership, Standing};
 use connex_protocol::directory::{ClientInput, Registrant};
 use connex_protocol::wire::directory::{Change, Refusal, Route};
-use connex_protocol::{Address, Evidence, Incarnation, LogicalId};
+use connex_protocol::{Address, Epoch, Evidence, Incarnation, LogicalId};
 
 /// How a node learns who serves what: the one switch.
 #[derive(Clone, Debug, Default)]
@@ -16,6 +16,17 @@ pub enum Via {
     Fixed(Vec<Route>),
     /// From the directory at this address, where the node registers what it serves.
     Directory(Address),
+}
+
+impl Via {
+    /// Tells a core of the fixed routes, if these are such.
+    pub fn tell(self, core: &Core) {
+        if let Via::Fixed(routes) = self {
+            for route in routes {
+                core.on_change(Change::Put(route));
+            }
+        }
+    }
 }
 
 /// A node's membership at its directory.
@@ -49,16 +60,14 @@ impl Registration {
         Registration { core, membership }
     }
 
-    /// Tells a core of fixed routes.
-    pub(crate) fn fix(core: &Core, routes: Vec<Route>) {
-        for route in routes {
-            core.on_change(Change::Put(route));
-        }
-    }
-
     /// How the node stands with the directory.
     pub fn standing(&self) -> Standing {
         self.membership.standing().borrow().clone()
+    }
+
+    /// Whether the node holds its identity under this epoch.
+    pub fn holds(&self, epoch: Epoch) -> bool {
+        matches!(self.standing(), Standing::Registered(held) | Standing::Kept(held) if held == epoch)
     }
 
     /// Waits until the node's standing is one that `wanted` accepts.

@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 use crate::Reach;
 
 /// How a directory is run.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct DirectoryConfig {
     /// How it is reached.
     pub reach: Reach,

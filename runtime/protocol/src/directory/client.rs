@@ -94,7 +94,7 @@ pub enum ClientOutput {
     /// The identity is given up.
     Left,
     /// The shadow that it was to go to is not there: it is held on.
-    Kept,
+    Kept(Epoch),
     /// The request to drain was answered.
     Drained(Result<(), Refusal>),
     /// The directory is out of reach; the routes known go on.
@@ -371,7 +371,9 @@ impl Client {
                 // The successor is gone: the identity stays here.
                 self.leaving = None;
                 self.renew_at = Some(now);
-                self.outputs.push_back(ClientOutput::Kept);
+                if let Some(epoch) = self.holder.last_epoch() {
+                    self.outputs.push_back(ClientOutput::Kept(epoch));
+                }
             }
             (Asked::Leave, Response::Refused(_) | Response::Done) => {
                 self.holder.on_lost();

@@ -1,0 +1,71 @@
+//! `connex up`: a whole deployment, kept up, with prompts from standard input.
+
+use connex::engine::Text;
+use connex::pipeline::{self, RequestMeta};
+use connex::{GroupHandle, Step};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+
+use crate::args::UpArgs;
+use crate::deployment::{Deployment, Plan, What};
+use crate::model::Model;
+use crate::report::{Line, say};
+
+pub(crate) async fn run(args: UpArgs) -> anyhow::Result<bool> {
+    let model = Model::resolve(&args.model)?;
+    let text = model.text()?;
+    let deployment = Deployment::start(Plan::new(model, args.stages, args.replicas)).await?;
+    say!("the directory serves at {}", deployment.directory());
+    for seat in deployment.seats() {
+        for life in deployment.lives(seat) {
+            say!("{} is process {}", life.lid, life.pid);
+        }
+    }
+    let group = deployment.client().group(&deployment.group()?);
+    group.ready().await;
+    say!("ready: write a prompt and press Enter; end with Ctrl-D");
+    let mut news = deployment.news();
+    let mut prompts = BufReader::new(tokio::io::stdin()).lines();
+    loop {
+        tokio::select! {
+            line = prompts.next_line() => match line? {
+                Some(prompt) if prompt.trim().is_empty() => {}
+                Some(prompt) => answer(&group, &*text, &prompt, args.tokens).await?,
+                None => break,
+            },
+            heard = news.recv() => match heard?.what {
+                What::Line(Line::Told { text }) => say!("{text}"),
+                What::Line(line @ Line::HandedOver { .. }) => say!("{line:?}"),
+                What::Exited(how) => say!("a stage ended ({how}); it is started again"),
+                What::Line(_) => {}
+            },
+            _ = tokio::signal::ctrl_c() => break,
+        }
+    }
+    deployment.stop().await;
+    Ok(true)
+}
+
+/// Streams one answer to standard output.
+async fn answer(group: &GroupHandle, text: &dyn Text, prompt: &str, tokens: u32) -> anyhow::Result<()> {
+    let prompt = text.encode(prompt)?;
+    let step =
+        Step::new(RequestMeta { max_tokens: tokens }.encode()).payload(pipeline::encode_tokens(&prompt));
+    let mut stream = group.stream(step).await?;
+    let mut out = tokio::io::stdout();
+    let (mut all, mut shown) = (Vec::new(), 0);
+    while let Some(item) = stream.next().await {
+        all.extend(pipeline::decode_tokens(&item).unwrap_or_default());
+        let whole = text.decode(&all);
+        if let Some(new) = whole.get(shown..) {
+            out.write_all(new.as_bytes()).await?;
+            out.flush().await?;
+            shown = whole.len();
+        }
+    }
+    out.write_all(b"\n").await?;
+    out.flush().await?;
+    if let Err(error) = stream.end().await {
+        say!("the request ended: {error}");
+    }
+    Ok(())
+}
