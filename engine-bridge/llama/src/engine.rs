@@ -5,10 +5,10 @@ use std::path::Path;
 use connex_engine::{Batch, Engine, EngineError, EngineInfo, RequestId, Row, Watch};
 use connex_protocol::StepId;
 
+use crate::LoadError;
 use crate::file::{ModelFile, ModelInfo};
 use crate::kernel::{Rope, argmax, attend, gate, rms_norm, rotate};
 use crate::weights::{Layer, Matrix};
-use crate::{LoadError, kernel};
 
 /// The keys and values of one request, per layer: `kv_heads * head` numbers a token.
 #[derive(Default)]
@@ -253,7 +253,7 @@ impl Engine for LlamaEngine {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::kernel;
 
     #[test]
     fn a_dot_product_sums_every_length() {

@@ -43,7 +43,7 @@ impl GgufText {
             .collect();
         let merges = merges.ok_or_else(|| wrong("tokenizer.ggml.merges", "a merge is no pair".into()))?;
         let special = special(&file.content, &tokens);
-        let vocabulary = tokens.into_iter().zip(0u32..).collect();
+        let vocabulary: tokenizers::models::bpe::Vocab = tokens.into_iter().zip(0u32..).collect();
         let bpe = BPE::builder()
             .vocab_and_merges(vocabulary, merges)
             .build()

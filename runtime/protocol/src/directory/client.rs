@@ -354,6 +354,8 @@ impl Client {
             (Asked::Register, Response::Refused(refusal)) => {
                 let wait = match &refusal {
                     Refusal::Settling { remaining_ms, .. } => Duration::from_millis(remaining_ms + 1),
+                    // The word on the holder's end may be on its way.
+                    Refusal::Held { .. } => self.config.backoff * 2,
                     _ => self.config.backoff_max,
                 };
                 let jitter = self.jitter(self.config.backoff);
