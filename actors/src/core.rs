@@ -9,7 +9,7 @@ use connex_protocol::wire::directory::{Change, Route};
 use connex_protocol::wire::{Control, Frame, RegionKey, directory};
 use connex_protocol::{Epoch, Evidence, Group, Incarnation, LogicalId, Peer, StepId};
 use connex_transport::{Region, Transport};
-use tokio::sync::broadcast;
+use tokio::sync::{Notify, broadcast};
 
 use crate::served_cell::{self, ServedCell};
 use crate::supervision::{Doors, LivenessMsg};
@@ -87,6 +87,7 @@ pub struct Core {
     groups: RwLock<HashMap<Group, Arc<GroupCell>>>,
     served: RwLock<Option<Arc<ServedCell>>>,
     linked: RwLock<HashMap<Incarnation, Linked>>,
+    unlinked: Notify,
     routes: RwLock<BTreeMap<LogicalId, Route>>,
     ring: Mutex<Ring>,
     region: Arc<Region>,
@@ -112,6 +113,7 @@ impl Core {
             groups: RwLock::default(),
             served: RwLock::default(),
             linked: RwLock::default(),
+            unlinked: Notify::new(),
             routes: RwLock::default(),
             ring: Mutex::new(Ring::new(config.ring_bytes)),
             region: Arc::new(region),
@@ -254,11 +256,14 @@ impl Core {
                     let mut routes = self.routes.write().expect("no holder panics");
                     routes.insert(route.lid.clone(), route.clone())
                 };
-                if let Some(before) = before.filter(|before| before.incarnation != route.incarnation) {
-                    self.fence(before.incarnation);
-                }
+                let before = before.filter(|before| before.incarnation != route.incarnation);
+                // The group hears of the successor before the link to its predecessor ends: what is on the old life
+                // goes to the new one, as it would not if that end came first.
                 if let Some(cell) = self.find_group(route.lid.group()) {
                     cell.on_route(route);
+                }
+                if let Some(before) = before {
+                    self.fence(before.incarnation);
                 }
             }
             Change::Remove { lid, incarnation, epoch, evidence } => {
@@ -342,6 +347,18 @@ impl Core {
 
     pub(crate) fn unlink(&self, incarnation: Incarnation) {
         self.linked.write().expect("no holder panics").remove(&incarnation);
+        self.unlinked.notify_waiters();
+    }
+
+    /// Waits until none of these peers is linked any more.
+    pub async fn parted_from(&self, peers: &[Peer]) {
+        loop {
+            let changed = self.unlinked.notified();
+            if !peers.iter().any(|peer| self.is_linked(peer.incarnation)) {
+                return;
+            }
+            changed.await;
+        }
     }
 
     pub(crate) fn linked(&self, incarnation: Incarnation) -> Option<Linked> {

@@ -15,7 +15,7 @@ use std::time::Duration;
 use connex_actors::{Core, Hook, NodeEvent, Standing};
 use connex_protocol::wire::cutover::Message;
 use connex_protocol::wire::{Control, Frame};
-use connex_protocol::{Epoch, Incarnation};
+use connex_protocol::{Epoch, Incarnation, Peer};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 
@@ -23,6 +23,9 @@ use crate::directory::Registration;
 
 /// How long a source waits for what it executes; then it calls the migration off.
 pub const FENCE_MAX: Duration = Duration::from_secs(2);
+
+/// How long a source that has handed over waits for its submitters to hear of it.
+const PART_MAX: Duration = Duration::from_secs(1);
 
 /// How often a target asks its source again.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
@@ -72,11 +75,18 @@ async fn serve_requests(
 async fn hand_over(core: &Arc<Core>, registration: &Registration, epoch: Epoch, to: Incarnation) {
     let Some(served) = core.served() else { return };
     // In front of everything that the fence gives back, on the same lane.
+    let origins = served.origins();
+    let submitters: Vec<Peer> =
+        core.peers().into_iter().filter(|peer| origins.contains(&peer.incarnation)).collect();
     for peer in core.peers() {
         send(core, peer.incarnation, Message::Pausing { epoch });
     }
     let quiet = tokio::time::timeout(FENCE_MAX, served.fence()).await.is_ok();
     if quiet && registration.hand_to(to).await {
+        // A submitter that hears of the new holder ends its link to this one; until then it holds its steps back, and
+        // the end of this process would look like a death to it.
+        let parted = core.parted_from(&submitters);
+        let _ = tokio::time::timeout(PART_MAX, parted).await;
         core.emit(NodeEvent::HandedAway);
         return;
     }

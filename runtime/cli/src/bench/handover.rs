@@ -29,6 +29,8 @@ pub(crate) async fn run(args: BenchHandoverArgs) -> anyhow::Result<bool> {
     let mut values = Vec::new();
     for run in 0..args.runs {
         let seat: Seat = (1, run % 2);
+        // A request lives through a few kills at most: its recovery budget is not what is measured here.
+        load.counts.tokens_more(50).await;
         let life = deployment.lives(seat).len() as u32;
         executing(&deployment, seat).await?;
         let incarnation = deployment.lives(seat).last().and_then(|life| life.incarnation);
