@@ -65,6 +65,8 @@ pub(crate) struct Life {
 
 struct Seated {
     child: Child,
+    /// The source of a migration, which must go on hearing this process until it ends by itself.
+    before: Option<Child>,
     lives: Vec<Life>,
     ready: bool,
 }
@@ -277,11 +279,11 @@ impl Keeper {
         match seats.get_mut(&seat) {
             Some(seated) => {
                 seated.lives.push(present);
-                seated.child = child;
+                seated.before = Some(std::mem::replace(&mut seated.child, child));
                 seated.ready = false;
             }
             None => {
-                seats.insert(seat, Seated { child, lives: vec![present], ready: false });
+                seats.insert(seat, Seated { child, before: None, lives: vec![present], ready: false });
             }
         }
         Ok(())
