@@ -38,6 +38,8 @@ impl Child {
         let mut process = Command::new(&program)
             .args(args)
             .args(["--parent", &std::process::id().to_string()])
+            // Several stages share the cores: more threads of one would only wait for each other.
+            .env("RAYON_NUM_THREADS", "1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

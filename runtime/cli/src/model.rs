@@ -7,6 +7,9 @@ use std::time::Duration;
 use anyhow::bail;
 use connex::engine::toy::{ToyConfig, ToyEngine, ToyText};
 use connex::engine::{Engine, Text};
+use connex_llama::fetch::{self, FetchProgress};
+use connex_llama::{GgufText, LlamaEngine};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::{ModelArgs, ModelVerb};
 use crate::report::say;
@@ -25,15 +28,17 @@ impl Model {
     pub(crate) fn resolve(text: &str) -> anyhow::Result<Model> {
         match text {
             "toy" => Ok(Model::Toy),
-            "auto" => {
-                say!("model: the toy, a deterministic automaton");
-                Ok(Model::Toy)
-            }
+            "auto" => match fetch_shown() {
+                Ok(path) => Ok(Model::Gguf(path)),
+                Err(error) => {
+                    say!("SmolLM2 can't be had: {error}");
+                    say!("going on with the toy, a deterministic automaton");
+                    Ok(Model::Toy)
+                }
+            },
             path => {
                 let path = PathBuf::from(path);
-                if !path.exists() {
-                    bail!("{}: no such file: name a GGUF file, auto or toy", path.display());
-                }
+                connex_llama::inspect(&path)?;
                 Ok(Model::Gguf(path))
             }
         }
@@ -51,7 +56,11 @@ impl Model {
     pub(crate) fn name(&self) -> anyhow::Result<String> {
         match self {
             Model::Toy => Ok("toy".into()),
-            Model::Gguf(path) => bail!("{}: GGUF files are not served yet", path.display()),
+            // What the file is called up to its first dot: a quantisation is no other model.
+            Model::Gguf(path) => {
+                let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or("model");
+                Ok(stem.split('.').next().unwrap_or(stem).to_owned())
+            }
         }
     }
 
@@ -59,7 +68,13 @@ impl Model {
     pub(crate) fn layers(&self, stages: u16) -> anyhow::Result<u32> {
         match self {
             Model::Toy => Ok(u32::from(stages) * 2),
-            Model::Gguf(path) => bail!("{}: GGUF files are not served yet", path.display()),
+            Model::Gguf(path) => {
+                let layers = connex_llama::inspect(path)?.layers;
+                if layers < u32::from(stages) {
+                    bail!("{} layers can't be cut into {stages} stages: a stage has at least one", layers);
+                }
+                Ok(layers)
+            }
         }
     }
 
@@ -67,7 +82,7 @@ impl Model {
     pub(crate) fn text(&self) -> anyhow::Result<Arc<dyn Text>> {
         match self {
             Model::Toy => Ok(Arc::new(ToyText)),
-            Model::Gguf(path) => bail!("{}: GGUF files are not served yet", path.display()),
+            Model::Gguf(path) => Ok(Arc::new(GgufText::load(path)?)),
         }
     }
 
@@ -81,8 +96,10 @@ impl Model {
         match self {
             Model::Toy => {
                 let layers_total = self.layers(stages)?;
-                if layers.end > layers_total {
-                    bail!("layers {layers:?} do not exist: the toy has {layers_total} with {stages} stages");
+                if layers.is_empty() || layers.end > layers_total {
+                    bail!(
+                        "layers {layers:?} do not exist: the toy has 0..{layers_total} with {stages} stages"
+                    );
                 }
                 Ok(Box::new(ToyEngine::new(ToyConfig {
                     layers,
@@ -92,9 +109,35 @@ impl Model {
                     ..ToyConfig::stage(0, stages)
                 })?))
             }
-            Model::Gguf(path) => bail!("{}: GGUF files are not served yet", path.display()),
+            Model::Gguf(path) => Ok(Box::new(LlamaEngine::load(path, Some(layers))?)),
         }
     }
+}
+
+/// Fetches SmolLM2 unless it is there, with a bar.
+fn fetch_shown() -> Result<PathBuf, fetch::FetchError> {
+    let bar = ProgressBar::hidden();
+    bar.set_style(
+        ProgressStyle::with_template("{msg} {bar:40} {bytes}/{total_bytes}")
+            .unwrap_or_else(|_| ProgressStyle::default_bar()),
+    );
+    let mut shown = false;
+    let fetched = fetch::fetch(&mut |progress| {
+        if !std::mem::replace(&mut shown, true) {
+            bar.set_draw_target(ProgressDrawTarget::stderr());
+            bar.set_message("fetching SmolLM2-135M-Instruct");
+        }
+        match progress {
+            FetchProgress::Downloading { bytes, total } => {
+                bar.set_length(total);
+                bar.set_position(bytes);
+            }
+            FetchProgress::Unpacking => bar.set_message("unpacking"),
+            FetchProgress::Checking => bar.set_message("checking"),
+        }
+    });
+    bar.finish_and_clear();
+    fetched
 }
 
 /// What the toy does beyond its arithmetic.
@@ -112,6 +155,10 @@ pub(crate) fn share(layers: u32, stage: u16, stages: u16) -> std::ops::Range<u32
 
 pub(crate) fn run(args: ModelArgs) -> anyhow::Result<bool> {
     match args.verb {
-        ModelVerb::Fetch => bail!("not built with a model engine"),
+        ModelVerb::Fetch => {
+            let path = fetch_shown()?;
+            println!("{}", path.display());
+            Ok(true)
+        }
     }
 }
