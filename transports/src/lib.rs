@@ -31,6 +31,7 @@ pub mod tcp;
 use std::sync::Arc;
 use std::time::Duration;
 
+use connex_protocol::wire::{self, Control, Frame};
 use connex_protocol::{Address, Epoch, Incarnation, Peer};
 
 pub use event::{Completion, ConnectError, Event, Handler, OpError, StartError};
@@ -107,4 +108,13 @@ pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text =
         panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("a panic without a message").to_string()
+}
+
+/// Whether a frame is [`Control::Goodbye`], the one message that a transport itself understands: the end of its
+/// sender's links is then a departure.
+pub(crate) fn is_goodbye(frame: &bytes::Bytes) -> bool {
+    // It is one of the shortest frames; nothing longer needs to be decoded.
+    const SHORTEST: usize = 25;
+    frame.len() == SHORTEST
+        && matches!(wire::decode(frame.clone()), Ok(envelope) if envelope.frame == Frame::Control(Control::Goodbye))
 }

@@ -36,7 +36,8 @@ pub enum Op {
         seal: Option<Seal>,
         /// The CRC-32C that the bytes must have.
         crc: Option<u32>,
-        /// The destination; its capacity is reused, its content replaced.
+        /// The destination; its memory is reused, its content replaced. One that is as long as the read already (a
+        /// buffer that was used before) is not filled with zeroes first.
         into: BytesMut,
         /// How long it may take.
         deadline: Duration,
@@ -47,7 +48,7 @@ pub enum Op {
         id: OpId,
         /// Whose memory.
         to: Incarnation,
-        /// Where.
+        /// Where; the length is `data`'s.
         at: RegionSlice,
         /// What.
         data: Bytes,

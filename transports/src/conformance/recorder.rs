@@ -46,6 +46,11 @@ impl Seen {
         self.events.iter().filter_map(evidence).collect()
     }
 
+    /// How often a life lost one of its two links.
+    pub fn relinked(&self, life: Incarnation) -> usize {
+        self.count(|event| matches!(event, Event::Relinked { peer } if peer.incarnation == life))
+    }
+
     /// The completions of an operation.
     pub fn completions(&self, id: OpId) -> Vec<&Completion> {
         let mut out = Vec::new();

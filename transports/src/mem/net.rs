@@ -64,6 +64,8 @@ pub(super) struct Link {
     pub(super) peer: Peer,
     pub(super) node: NodeNo,
     pub(super) name: String,
+    /// The peer said goodbye.
+    pub(super) left: bool,
     /// Bytes of frames on their way to the peer, by lane.
     pub(super) queued: [usize; 2],
 }
@@ -241,7 +243,8 @@ impl Net {
             Item::Frame { from, link, peer, lane, frame } => {
                 self.discount(from, link, lane, frame.len());
                 let node = self.node(no);
-                if node.links.get(&peer).is_some_and(|known| known.id == link) {
+                if let Some(known) = node.links.get_mut(&peer).filter(|known| known.id == link) {
+                    known.left |= crate::is_goodbye(&frame);
                     node.deliver(Event::Message { from: peer, lane, frame });
                 }
             }
@@ -255,10 +258,8 @@ impl Net {
             }
             Item::Write { from, peer, op, at, data, signal } => {
                 if let Some(node) = self.linked(no, peer) {
-                    let result = match at.len == data.len() as u64 {
-                        true => node.region(at.key).and_then(|r| r.write(at.offset, &data).map_err(op_error)),
-                        false => Err(OpError::OutOfBounds),
-                    };
+                    let region = node.region(at.key);
+                    let result = region.and_then(|region| region.write(at.offset, &data).map_err(op_error));
                     if let (Ok(()), Some(frame)) = (&result, signal) {
                         node.deliver(Event::Message { from: peer, lane: Lane::Bulk, frame });
                     }
@@ -396,7 +397,7 @@ impl Item {
 
 impl Link {
     fn new(id: u64, peer: Peer, node: NodeNo, name: String) -> Self {
-        Link { id, peer, node, name, queued: [0; 2] }
+        Link { id, peer, node, name, left: false, queued: [0; 2] }
     }
 }
 
@@ -472,6 +473,7 @@ impl Node {
         for op in broken {
             self.complete(op, Err(OpError::LinkDown(evidence)));
         }
+        let evidence = if link.left { Evidence::Left } else { evidence };
         self.deliver(Event::Down { peer: link.peer, evidence });
     }
 }

@@ -7,20 +7,20 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use connex_protocol::wire::bulk::{self, Bulk};
+use connex_protocol::wire::Control;
 use connex_protocol::wire::hello::{Hello, Lane as LaneKind};
-use connex_protocol::wire::{self, Control, Frame};
-use connex_protocol::{Evidence, Incarnation};
+use connex_protocol::{Address, Evidence, Incarnation};
 use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token, Waker};
 use tokio::sync::oneshot;
 
-use super::handshake::Dial;
+use super::ends::links_of;
+use super::handshake::{Dial, Pace};
 use super::lane::{Flushed, Lane};
-use super::link::{Link, Pending};
+use super::link::Link;
 use super::reader::{Outcome, Sink};
 use super::{Command, Shared, lead};
-use crate::{Completion, Event, OpError};
+use crate::Event;
 
 const WAKER: Token = Token(0);
 const LISTENER: Token = Token(1);
@@ -31,26 +31,20 @@ pub(super) const SCRATCH: usize = 64 << 10;
 /// How much one connection writes before the others have their turn.
 const FLUSH_BUDGET: usize = 4 << 20;
 
-/// How long a connection that was closed on purpose waits for its peer to close too.
-const LINGER: Duration = Duration::from_secs(1);
-
-/// How long the control connection may take to follow the bulk one into its end.
-const GRACE: Duration = Duration::from_millis(50);
-
-/// The least that a started frame gains in each stall deadline.
-const STALL_GAIN: u64 = 64 << 10;
-
 /// How long to wait for a free descriptor before accepting again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 pub(super) struct Driver {
     poll: Poll,
     events: Events,
-    listener: Option<TcpListener>,
+    pub(super) listener: Option<TcpListener>,
     pub(super) conns: HashMap<Token, Conn>,
     next_token: usize,
     pub(super) dials: HashMap<u64, Dial>,
     pub(super) next_dial: u64,
+    pub(super) pace: Pace,
+    /// Dials that begin later.
+    pub(super) paced: Vec<(Instant, Address, Option<Incarnation>)>,
     /// Accepted connections that wait for the other one of their link.
     pub(super) halves: HashMap<(Incarnation, u64), Token>,
     /// Connections to look at without an event of their own.
@@ -58,11 +52,11 @@ pub(super) struct Driver {
     /// Events that a panicking handler was not given.
     undelivered: VecDeque<Event>,
     handled: u64,
-    next_timer: Option<Instant>,
+    pub(super) next_timer: Option<Instant>,
     accept_at: Option<Instant>,
     pub(super) scratch: Vec<u8>,
     /// Since when the transport shuts down, and who waits for it.
-    closing: Option<(Instant, Vec<oneshot::Sender<()>>)>,
+    pub(super) closing: Option<(Instant, Vec<oneshot::Sender<()>>)>,
     distrusted: bool,
 }
 
@@ -75,7 +69,7 @@ pub(super) struct Conn {
     pub(super) carry: Vec<u8>,
     pub(super) sink: Sink,
     pub(super) received: u64,
-    stall: Option<(Instant, u64)>,
+    pub(super) stall: Option<(Instant, u64)>,
     scheduled: bool,
     /// The last event said that the peer has closed, or that there is an error: it shows at the end of the data.
     pub(super) hung_up: bool,
@@ -117,6 +111,8 @@ impl Driver {
             next_token: 2,
             dials: HashMap::new(),
             next_dial: 1,
+            pace: Pace::default(),
+            paced: Vec::new(),
             halves: HashMap::new(),
             ready: VecDeque::new(),
             undelivered: VecDeque::new(),
@@ -337,137 +333,6 @@ impl Driver {
         }
     }
 
-    fn shut_down(&mut self, shared: &Shared, done: oneshot::Sender<()>) {
-        if let Some((_, waiting)) = &mut self.closing {
-            return waiting.push(done);
-        }
-        self.listener = None;
-        let peers: Vec<Incarnation> =
-            shared.peers.read().expect("nothing under this lock panics").keys().copied().collect();
-        for peer in peers {
-            for link in links_of(shared, peer) {
-                self.part(shared, &link, &Control::Goodbye, Evidence::Left);
-            }
-        }
-        self.closing = Some((Instant::now() + LINGER / 2, vec![done]));
-    }
-
-    /// Ends a link from this side: a last word, then no more; the sockets close when the peer has read it.
-    fn part(&mut self, shared: &Shared, link: &Arc<Link>, word: &Control, evidence: Evidence) {
-        let frame = wire::encode(link.own, link.peer.incarnation, &Frame::Control(word.clone()));
-        let _ = link.control.post(frame, usize::MAX);
-        let until = Instant::now() + LINGER;
-        for lane in [&link.control, &link.bulk] {
-            lane.finish();
-            if let Some(conn) = self.conns.get_mut(&lane.token) {
-                let sink = std::mem::replace(&mut conn.sink, Sink::Closed);
-                conn.phase = Phase::Lingering;
-                conn.deadline = Some(until);
-                conn.carry.clear();
-                self.at(until);
-                self.schedule(lane.token);
-                self.put_back(link, sink);
-            }
-        }
-        self.end_link(shared, link, evidence);
-    }
-
-    /// A read whose bytes were arriving is among its link's operations again.
-    fn put_back(&self, link: &Link, sink: Sink) {
-        if let Sink::Read { no, pending, .. } = sink {
-            link.operations().table.insert(no, pending);
-        }
-    }
-
-    /// A connection is at its end.
-    pub(super) fn conn_ended(&mut self, shared: &Shared, token: Token, evidence: Evidence) {
-        let Some(conn) = self.conns.remove(&token) else { return };
-        let link = match conn.phase {
-            Phase::Up(link) => link,
-            Phase::Connecting { dial }
-            | Phase::Greeting { dial: Some(dial) }
-            | Phase::Half { dial: Some(dial), .. } => {
-                return self.dial_lost(shared, dial);
-            }
-            Phase::Half { dial: None, hello } => {
-                self.halves.remove(&(hello.peer.incarnation, hello.link));
-                return;
-            }
-            Phase::Greeting { dial: None } | Phase::Lingering => return,
-        };
-        conn.lane.close();
-        self.put_back(&link, conn.sink);
-        if evidence == Evidence::ProtocolViolation {
-            return self.end_link(shared, &link, evidence);
-        }
-        // What arrived before the end is still handled: frames, completions, and a goodbye.
-        let other = if conn.kind == LaneKind::Control { link.bulk.token } else { link.control.token };
-        let mut evidence = evidence;
-        if let Some(mut last) = self.conns.remove(&other) {
-            let outcome = loop {
-                match self.read(shared, &mut last) {
-                    Outcome::More => {}
-                    outcome => break outcome,
-                }
-            };
-            let open = outcome == Outcome::Drained;
-            if let Outcome::Ended(Evidence::ConnectionReset) = outcome {
-                evidence = Evidence::ConnectionReset;
-            }
-            if open && last.kind == LaneKind::Control && !link.left.load(Ordering::Acquire) {
-                // Its goodbye may be a moment behind.
-                let until = Instant::now() + GRACE;
-                last.deadline = Some(until);
-                self.at(until);
-                self.conns.insert(other, last);
-                return;
-            }
-            self.put_back(&link, std::mem::replace(&mut last.sink, Sink::Closed));
-        }
-        self.end_link(shared, &link, link.evidence(evidence));
-    }
-
-    /// Ends a link: its operations complete, then the handler hears of it.
-    pub(super) fn end_link(&mut self, shared: &Shared, link: &Arc<Link>, evidence: Evidence) {
-        for lane in [&link.control, &link.bulk] {
-            let lingers =
-                self.conns.get(&lane.token).is_some_and(|conn| matches!(conn.phase, Phase::Lingering));
-            if lingers {
-                continue;
-            }
-            if let Some(conn) = self.conns.remove(&lane.token) {
-                self.put_back(link, conn.sink);
-            }
-            lane.close();
-        }
-        let life = link.peer.incarnation;
-        let mut peers = shared.peers.write().expect("nothing under this lock panics");
-        let mut known = false;
-        let mut others = false;
-        if let Some(links) = peers.get_mut(&life) {
-            let before = links.len();
-            links.retain(|other| !Arc::ptr_eq(other, link));
-            known = links.len() < before;
-            others = !links.is_empty();
-        }
-        if known && !others {
-            peers.remove(&life);
-        }
-        drop(peers);
-        let pending = link.operations().close();
-        for Pending { id, .. } in pending {
-            let result = Err(OpError::LinkDown(evidence));
-            self.emit(shared, Event::Completed(Completion { id, peer: life, result }));
-        }
-        let peer = link.peer.clone();
-        if known && others {
-            self.emit(shared, Event::Relinked { peer });
-        } else if known {
-            shared.known.lock().expect("nothing under this lock panics").retain(|_, known| *known != life);
-            self.emit(shared, Event::Down { peer, evidence });
-        }
-    }
-
     /// Gives an event to the handler, unless it has to wait for a restart.
     pub(super) fn emit(&mut self, shared: &Shared, event: Event) {
         if shared.lead.failed() || !self.undelivered.is_empty() {
@@ -487,113 +352,6 @@ impl Driver {
     /// Looks at the timers at `at`, at the latest.
     pub(super) fn at(&mut self, at: Instant) {
         self.next_timer = Some(self.next_timer.map_or(at, |next| next.min(at)));
-    }
-
-    fn run_timers(&mut self, shared: &Shared) {
-        let now = Instant::now();
-        if self.next_timer.is_some_and(|at| at <= now) {
-            self.next_timer = None;
-            self.expire_conns(shared, now);
-            self.expire_dials(shared, now);
-        }
-        if shared.first_deadline.load(Ordering::SeqCst) <= shared.nanos(now) {
-            self.expire_operations(shared, now);
-        }
-        let lingering =
-            |driver: &Driver| driver.conns.values().any(|conn| matches!(conn.phase, Phase::Lingering));
-        if let Some((until, _)) = &self.closing
-            && (*until <= now || !lingering(self))
-        {
-            shared.lead.stop();
-        }
-    }
-
-    fn expire_conns(&mut self, shared: &Shared, now: Instant) {
-        let mut late = Vec::new();
-        let mut next = self.next_timer;
-        let mut note = |at: Instant| next = Some(next.map_or(at, |next| next.min(at)));
-        for (token, conn) in &mut self.conns {
-            match conn.deadline {
-                Some(deadline) if deadline <= now => late.push((*token, conn.lost())),
-                Some(deadline) => note(deadline),
-                None => {}
-            }
-            match conn.stall {
-                Some((deadline, from)) if deadline <= now => {
-                    if conn.received - from < STALL_GAIN {
-                        late.push((*token, Evidence::ProtocolViolation));
-                    } else {
-                        let at = now + shared.config.stall_deadline;
-                        conn.stall = Some((at, conn.received));
-                        note(at);
-                    }
-                }
-                Some((deadline, _)) => note(deadline),
-                None => {}
-            }
-        }
-        self.next_timer = next;
-        for (token, evidence) in late {
-            self.conn_ended(shared, token, evidence);
-        }
-    }
-
-    fn expire_operations(&mut self, shared: &Shared, now: Instant) {
-        shared.first_deadline.store(u64::MAX, Ordering::SeqCst);
-        let links: Vec<Arc<Link>> = shared
-            .peers
-            .read()
-            .expect("nothing under this lock panics")
-            .values()
-            .flatten()
-            .cloned()
-            .collect();
-        let mut first = u64::MAX;
-        for link in links {
-            let mut expired = Vec::new();
-            for (no, pending) in &link.operations().table {
-                if pending.deadline <= now {
-                    expired.push(*no);
-                } else {
-                    first = first.min(shared.nanos(pending.deadline));
-                }
-            }
-            let mut ended: Vec<(u64, Pending)> = expired
-                .into_iter()
-                .filter_map(|no| link.operations().table.remove(&no).map(|pending| (no, pending)))
-                .collect();
-            // The one whose bytes are arriving just now: the rest of them is dropped.
-            if let Some(conn) = self.conns.get_mut(&link.bulk.token)
-                && let Sink::Read { pending, left, .. } = &conn.sink
-            {
-                if pending.deadline <= now {
-                    let left = *left;
-                    if let Sink::Read { no, pending, .. } =
-                        std::mem::replace(&mut conn.sink, Sink::Discard { left })
-                    {
-                        ended.push((no, pending));
-                    }
-                } else {
-                    first = first.min(shared.nanos(pending.deadline));
-                }
-            }
-            ended.sort_unstable_by_key(|(no, _)| *no);
-            for (no, pending) in ended {
-                if pending.read.is_some() {
-                    link.bulk.tell(bulk::encode(
-                        link.own,
-                        link.peer.incarnation,
-                        &Bulk::Cancel { op: no },
-                        0,
-                    ));
-                } else {
-                    link.bulk.forget_write(no);
-                }
-                let (peer, result) = (link.peer.incarnation, Err(OpError::TimedOut));
-                self.emit(shared, Event::Completed(Completion { id: pending.id, peer, result }));
-            }
-        }
-        shared.first_deadline.fetch_min(first, Ordering::SeqCst);
     }
 
     /// The driver itself panicked: every link is given up at the next pass, so that nothing goes on half done.
@@ -618,6 +376,7 @@ impl Driver {
         self.ready.clear();
         self.scratch.resize(SCRATCH, 0);
         let dials: Vec<u64> = self.dials.keys().copied().collect();
+        self.next_timer = Some(Instant::now());
         for dial in dials {
             self.dial_lost(shared, dial);
         }
@@ -637,20 +396,4 @@ impl Driver {
         self.dials.clear();
         self.closing = None;
     }
-}
-
-impl Conn {
-    /// What it means that this connection's deadline has passed.
-    fn lost(&self) -> Evidence {
-        match &self.phase {
-            // Its bulk connection ended, and no goodbye followed.
-            Phase::Up(_) => Evidence::ConnectionClosed,
-            _ => Evidence::ProtocolViolation,
-        }
-    }
-}
-
-pub(super) fn links_of(shared: &Shared, peer: Incarnation) -> Vec<Arc<Link>> {
-    let peers = shared.peers.read().expect("nothing under this lock panics");
-    peers.get(&peer).cloned().unwrap_or_default()
 }

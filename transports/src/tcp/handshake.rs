@@ -1,11 +1,11 @@
 //! How two connections become a link: dialling, hellos, refusals, and pairing.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use connex_protocol::wire::hello::{self, Hello, Lane as LaneKind, Opening, Reject};
 use connex_protocol::{Address, Evidence, Incarnation};
@@ -13,7 +13,8 @@ use mio::Token;
 use mio::net::TcpStream;
 
 use super::address::HostPort;
-use super::driver::{Conn, Driver, Phase, links_of};
+use super::driver::{Conn, Driver, Phase};
+use super::ends::links_of;
 use super::link::Link;
 use super::reader::Outcome;
 use super::{Command, Shared};
@@ -26,6 +27,34 @@ const TOLD_FULL: usize = 64;
 const LOOKUPS_MAX: usize = 16;
 
 static LOOKUPS: AtomicUsize = AtomicUsize::new(0);
+
+/// How many dials to one address may begin in one [`PACE_WINDOW`]: whoever dials in a loop is slowed down (F13).
+const PACE_DIALS: u32 = 100;
+const PACE_WINDOW: Duration = Duration::from_millis(250);
+
+/// How many addresses are paced at once; beyond, the finished windows are forgotten.
+const PACED_ADDRESSES: usize = 1024;
+
+/// Counts the dials to each address.
+#[derive(Default)]
+pub(super) struct Pace {
+    windows: HashMap<Address, (Instant, u32)>,
+}
+
+impl Pace {
+    /// Admits a dial, or says when to try it again.
+    fn admit(&mut self, address: &Address, now: Instant) -> Option<Instant> {
+        if self.windows.len() >= PACED_ADDRESSES {
+            self.windows.retain(|_, (began, _)| now < *began + PACE_WINDOW);
+        }
+        let (began, count) = self.windows.entry(address.clone()).or_insert((now, 0));
+        if now >= *began + PACE_WINDOW {
+            (*began, *count) = (now, 0);
+        }
+        *count += 1;
+        (*count > PACE_DIALS).then(|| *began + PACE_WINDOW)
+    }
+}
 
 /// A dial under way.
 pub(super) struct Dial {
@@ -47,6 +76,10 @@ impl Driver {
     /// Begins to dial an address.
     pub(super) fn dial(&mut self, shared: &Shared, address: Address, expects: Option<Incarnation>) {
         let now = Instant::now();
+        if let Some(later) = self.pace.admit(&address, now) {
+            self.paced.push((later, address, expects));
+            return self.at(later);
+        }
         let host = match HostPort::parse(address.split().1) {
             Ok(host) => host,
             Err(why) => {
@@ -177,7 +210,8 @@ impl Driver {
             return self.dial_lost(shared, no);
         }
         let Some(dial) = self.dials.get(&no) else { return };
-        conn.lane.tell(hello::encode(&Opening::Hello(our_hello(shared, conn.kind, no, dial.expects))));
+        conn.lane
+            .tell(hello::encode(&Opening::Hello(our_hello(shared, conn.kind, no, dial.expects))), usize::MAX);
         conn.phase = Phase::Greeting { dial: Some(no) };
         self.conns.insert(token, conn);
         self.schedule(token);
@@ -200,6 +234,14 @@ impl Driver {
     }
 
     pub(super) fn expire_dials(&mut self, shared: &Shared, now: Instant) {
+        for (later, address, expects) in std::mem::take(&mut self.paced) {
+            if later <= now {
+                self.dial(shared, address, expects);
+            } else {
+                self.paced.push((later, address, expects));
+                self.at(later);
+            }
+        }
         let late: Vec<u64> =
             self.dials.iter().filter(|(_, dial)| dial.until <= now).map(|(no, _)| *no).collect();
         for no in late {
@@ -224,7 +266,7 @@ impl Driver {
         // The kind is known from the hello; until then the smaller cap counts.
         let Ok(token) = self.add(stream, LaneKind::Control, phase, deadline) else { return };
         if full && let Some(conn) = self.conns.get(&token) {
-            conn.lane.tell(hello::encode(&Opening::Reject(Reject::Full)));
+            conn.lane.tell(hello::encode(&Opening::Reject(Reject::Full)), usize::MAX);
             conn.lane.finish();
         }
         self.schedule(token);
@@ -254,7 +296,7 @@ impl Driver {
                 }
                 conn.kind = hello.lane;
                 let ours = our_hello(shared, hello.lane, hello.link, Some(hello.peer.incarnation));
-                conn.lane.tell(hello::encode(&Opening::Hello(ours)));
+                conn.lane.tell(hello::encode(&Opening::Hello(ours)), usize::MAX);
                 conn.phase = Phase::Half { dial: None, hello: Box::new(hello) };
                 Ok(())
             }
@@ -320,7 +362,9 @@ impl Driver {
             _ => None,
         };
         let (Some(one), Some(two)) = (half(&token), half(&other)) else { return };
-        let same = one.0.peer == two.0.peer && one.1 != two.1;
+        // A life that was fenced since its hello gets no link either.
+        let fenced = shared.is_fenced(one.0.peer.incarnation);
+        let same = one.0.peer == two.0.peer && one.1 != two.1 && !fenced;
         let (control, bulk) = if one.1 == LaneKind::Control { (&one, &two) } else { (&two, &one) };
         let lanes = [control.2.clone(), bulk.2.clone()];
         let (peer, epoch) = (control.0.peer.clone(), control.0.epoch);
@@ -435,7 +479,7 @@ fn objection(shared: &Shared, hello: &Hello) -> Option<Reject> {
 
 /// Says why, and closes once the other side has read it: closing at once would let the kernel discard the answer.
 fn refuse(conn: &mut Conn, reject: Reject) {
-    conn.lane.tell(hello::encode(&Opening::Reject(reject)));
+    conn.lane.tell(hello::encode(&Opening::Reject(reject)), usize::MAX);
     conn.lane.finish();
     conn.phase = Phase::Lingering;
 }

@@ -26,6 +26,7 @@ pub(super) struct Lane {
     out: Mutex<Outbox>,
     /// Something waits: the driver looks into the queue only then.
     waiting: AtomicBool,
+    reset: AtomicBool,
 }
 
 struct Outbox {
@@ -86,7 +87,13 @@ pub(super) enum Flushed {
 impl Lane {
     pub(super) fn new(stream: TcpStream, token: Token) -> Self {
         let out = Outbox { queue: VecDeque::new(), sent: 0, queued: 0, state: State::Open };
-        Lane { stream, token, out: Mutex::new(out), waiting: AtomicBool::new(false) }
+        Lane {
+            stream,
+            token,
+            out: Mutex::new(out),
+            waiting: AtomicBool::new(false),
+            reset: AtomicBool::new(false),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Outbox> {
@@ -158,10 +165,16 @@ impl Lane {
         true
     }
 
-    /// Sends what only the transport itself sends (hellos, refusals, completions): no bound but its peer's own.
-    pub(super) fn tell(&self, head: Vec<u8>) {
-        // An answer that can't go out is lost with its connection, which ends by itself.
-        let _ = self.post(Encoded { head: head.into(), body: Bytes::new() }, usize::MAX);
+    /// Sends what the transport itself has to say: hellos, refusals, completions. An answer that a dying connection
+    /// does not take is lost with it. False if so much waits that the peer asks without ever reading an answer.
+    pub(super) fn tell(&self, head: Vec<u8>, queue_max: usize) -> bool {
+        let posted = self.post(Encoded { head: head.into(), body: Bytes::new() }, queue_max);
+        !matches!(posted, Err((_, RefusedWhy::Full)))
+    }
+
+    /// Whether a write found the connection reset: reading then only finds it at its end.
+    pub(super) fn was_reset(&self) -> bool {
+        self.reset.load(Ordering::Acquire)
     }
 
     /// Drops what is left to send of a write of this side.
@@ -254,6 +267,7 @@ impl Lane {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Flushed::Blocked,
                 Err(_) => {
+                    self.reset.store(true, Ordering::Release);
                     out.state = State::Closed;
                     return Flushed::Broken;
                 }

@@ -96,8 +96,8 @@ impl Link {
     pub(super) fn start(&self, op: Op, now: Instant, config: &TcpConfig) -> Result<(), Refused> {
         let len = match &op {
             Op::Read { from, .. } => from.len,
-            Op::Write { data, at, .. } if data.len() as u64 == at.len => at.len,
-            _ => return Err(Refused { op, why: RefusedWhy::TooLarge }),
+            Op::Write { data, .. } => data.len() as u64,
+            Op::Message { .. } => return Err(Refused { op, why: RefusedWhy::TooLarge }),
         };
         if len > config.operation_max as u64 {
             return Err(Refused { op, why: RefusedWhy::TooLarge });
@@ -163,13 +163,13 @@ impl Link {
         }
         let no = operations.add(Pending { id, deadline: now + deadline, read: None });
         drop(operations);
+        let len = data.len() as u64;
         let peer = self.peer.incarnation;
         let mut frames = Vec::with_capacity(data.len() / config.chunk() + 2);
         let mut sent = 0;
         loop {
             let end = (sent + config.chunk()).min(data.len());
-            let write =
-                Bulk::Write { op: no, region: at.key, offset: at.offset, len: at.len, at: sent as u64 };
+            let write = Bulk::Write { op: no, region: at.key, offset: at.offset, len, at: sent as u64 };
             let head = bulk::encode(self.own, peer, &write, end - sent);
             frames.push(Encoded { head: head.into(), body: data.slice(sent..end) });
             sent = end;

@@ -9,12 +9,14 @@
 
 mod address;
 mod driver;
+mod ends;
 mod handshake;
 mod lane;
 mod lead;
 mod link;
 mod reader;
 mod regions;
+mod timers;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
@@ -149,6 +151,9 @@ struct Fenced {
 /// How many fenced lives are remembered. Each is a process that was evicted, so this covers years.
 const FENCED_MAX: usize = 65_536;
 
+/// Connections that may wait to be accepted.
+const LISTEN_QUEUE: i32 = 4096;
+
 type Answer = oneshot::Sender<Result<Peer, ConnectError>>;
 
 /// A dial under way, and everybody who waits for it.
@@ -239,7 +244,12 @@ fn bind(listen: &HostPort, address: &Address, trusted: bool) -> Result<TcpListen
         }
         // mio sets SO_REUSEADDR, so that a restart binds although its predecessor's connections linger.
         match TcpListener::bind(candidate) {
-            Ok(listener) => return Ok(listener),
+            Ok(listener) => {
+                // Many may dial at the same moment, two connections each; the default queue of 128 would drop some,
+                // and they would try again only after a second. The kernel caps it as it likes.
+                rustix::net::listen(&listener, LISTEN_QUEUE).map_err(|error| failed(error.into()))?;
+                return Ok(listener);
+            }
             Err(error) => last = Some(error),
         }
     }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use bytes::Bytes;
 use connex_protocol::wire::bulk::{self, BULK_HEAD, Bulk, Status};
 use connex_protocol::wire::hello::{HELLO_MAX, Lane as LaneKind};
-use connex_protocol::wire::{self, Control, Frame, LENGTH_PREFIX};
+use connex_protocol::wire::{self, LENGTH_PREFIX};
 use connex_protocol::{Evidence, Incarnation};
 
 use super::Shared;
@@ -289,7 +289,7 @@ impl Driver {
     ) -> Result<(), Outcome> {
         check_sides(link, &frame)?;
         if conn.kind == LaneKind::Control || !bulk::is_bulk(&frame) {
-            if is_goodbye(&frame) {
+            if crate::is_goodbye(&frame) {
                 link.left.store(true, Ordering::Release);
             }
             self.message(shared, link, conn.kind, frame);
@@ -306,7 +306,7 @@ impl Driver {
                         }
                     });
                 match found {
-                    Err(status) => self.done(link, op, status),
+                    Err(status) => self.done(shared, link, op, status)?,
                     Ok((registration, payload)) => {
                         let source = payload.map_or(Source::Plain(offset), Source::Slot);
                         let (from, to) = (link.own, link.peer.incarnation);
@@ -343,8 +343,10 @@ impl Driver {
         }
     }
 
-    fn done(&self, link: &Link, op: u64, status: Status) {
-        link.bulk.tell(bulk::encode(link.own, link.peer.incarnation, &Bulk::Done { op, status }, 0));
+    /// Answers an operation; a peer that lets answers pile up is not served on.
+    fn done(&self, shared: &Shared, link: &Link, op: u64, status: Status) -> Result<(), Outcome> {
+        let done = bulk::encode(link.own, link.peer.incarnation, &Bulk::Done { op, status }, 0);
+        if link.bulk.tell(done, shared.config.queue_max) { Ok(()) } else { Err(VIOLATION) }
     }
 
     /// Bytes of a read of this side follow: they go into its destination, or nowhere if it is over.
@@ -356,7 +358,8 @@ impl Driver {
         at: u64,
         len: usize,
     ) -> Result<usize, Outcome> {
-        conn.sink = match link.operations().table.remove(&op) {
+        let pending = link.operations().table.remove(&op);
+        conn.sink = match pending {
             None => Sink::Discard { left: len },
             Some(pending) => {
                 let fits = pending
@@ -468,7 +471,7 @@ impl Driver {
                 if write.next == write.len {
                     write.done = true;
                     let (op, status) = (write.op, write.refused.unwrap_or(Status::Done));
-                    self.done(&link, op, status);
+                    self.done(shared, &link, op, status)?;
                 }
             }
             Sink::Discard { .. } | Sink::Closed => {}
@@ -502,13 +505,6 @@ fn check_sides(link: &Link, frame: &[u8]) -> Result<(), Outcome> {
         Some(sides) if sides == (link.peer.incarnation, link.own) => Ok(()),
         _ => Err(VIOLATION),
     }
-}
-
-/// The transport itself cares for one message only, one of the shortest.
-fn is_goodbye(frame: &Bytes) -> bool {
-    const SHORTEST: usize = 25;
-    frame.len() == SHORTEST
-        && matches!(wire::decode(frame.clone()), Ok(envelope) if envelope.frame == Frame::Control(Control::Goodbye))
 }
 
 fn status(error: RegionError) -> Status {
