@@ -1,51 +1,50 @@
 use alloc::collections::{BTreeMap, VecDeque};
+use alloc::string::ToString;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use crate::lease::Holder;
-use crate::wire::directory::{Change, Message, Refusal, Request, Response, Route};
-use crate::{Address, Epoch, Evidence, Incarnation, Instant, LogicalId, Machine};
+use super::registration::{Grant, Registrant, Registration, Told};
+use super::routes::{Heard, RouteCache};
+use crate::wire::directory::{Change, Message, Refusal, Request, Response, Route, Seen};
+use crate::{Epoch, Evidence, Incarnation, Instant, LogicalId, Machine};
 
-/// A client's habits.
+/// A client's habits and limits.
 #[derive(Clone, Debug)]
 pub struct ClientConfig {
-    /// How long a response is waited for.
+    /// How long a response is waited for; then the link is given up.
     pub answer_within: Duration,
-    /// The first pause between attempts to connect or to register; it doubles up to `backoff_max`.
+    /// How long a connection may take; longer than the transport itself waits.
+    pub connect_within: Duration,
+    /// The first pause between attempts to connect; it doubles up to `backoff_max` until a watch has begun.
     pub backoff: Duration,
     /// The longest pause.
     pub backoff_max: Duration,
+    /// How often a client that has nothing else to ask makes sure that its link still works and that it missed nothing.
+    pub check_every: Duration,
+    /// Routes at most; a directory that names more is not believed.
+    pub routes_max: usize,
+    /// Reports and requests to drain that wait for the directory at most.
+    pub commands_max: usize,
 }
 
 impl Default for ClientConfig {
     fn default() -> Self {
         ClientConfig {
             answer_within: Duration::from_millis(500),
+            connect_within: Duration::from_secs(5),
             backoff: Duration::from_millis(20),
             backoff_max: Duration::from_millis(500),
+            check_every: Duration::from_secs(2),
+            routes_max: 200_000,
+            commands_max: 1024,
         }
     }
-}
-
-/// The identity that a client registers.
-#[derive(Clone, Debug)]
-pub struct Registrant {
-    /// The identity.
-    pub lid: LogicalId,
-    /// The life that registers.
-    pub incarnation: Incarnation,
-    /// Where it is reached.
-    pub address: Address,
-    /// Wait beside the present holder.
-    pub shadow: bool,
-    /// Whose word on this process's exit is taken.
-    pub guardian: Option<Incarnation>,
 }
 
 /// What happens to a client.
 #[derive(Clone, Debug)]
 pub enum ClientInput {
-    /// Begin.
+    /// Begin; or begin to listen again, after messages may have been lost on their way to this machine.
     Start,
     /// The link to the directory is up.
     Up,
@@ -83,20 +82,23 @@ pub enum ClientOutput {
     Send(Message),
     /// A route changed; in order, and none is left out.
     Change(Change),
+    /// The routes are the directory's as it sees them now.
+    Watching,
     /// The identity is held under this epoch.
     Registered(Epoch),
     /// The directory knows this life as the shadow of this holder.
     Shadowing(Route),
     /// The identity could not be registered now; the client tries again.
     Refused(Refusal),
-    /// The identity is another's, or its lease ran out unheard: this life must not serve it any more.
+    /// The identity is another's, or the directory ended its lease and told everybody: peers refuse this life from
+    /// now on. Serving it again takes a new incarnation.
     Lost,
     /// The identity is given up.
     Left,
     /// The shadow that it was to go to is not there: it is held on.
     Kept(Epoch),
-    /// The request to drain was answered.
-    Drained(Result<(), Refusal>),
+    /// The request to drain this endpoint was answered.
+    Drained(LogicalId, Result<(), Refusal>),
     /// The directory is out of reach; the routes known go on.
     Away,
     /// It is back.
@@ -105,9 +107,18 @@ pub enum ClientOutput {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Link {
-    Idle,
-    Connecting,
+    /// Nothing is under way until this moment; `None` before the start.
+    Idle(Option<Instant>),
+    /// A connection is being made, until this moment at most.
+    Connecting(Instant),
     Up,
+}
+
+/// What must reach the directory even if the link breaks.
+#[derive(Clone, Debug)]
+enum Command {
+    Report { lid: LogicalId, incarnation: Incarnation, evidence: Evidence },
+    Drain { lid: LogicalId, of: Option<Incarnation> },
 }
 
 enum Asked {
@@ -115,73 +126,67 @@ enum Asked {
     Renew,
     Leave,
     Watch,
-    Report { lid: LogicalId, incarnation: Incarnation, evidence: Evidence },
-    Drain,
+    Command(Command),
 }
 
 /// A node's side of the directory: registers and renews, watches without a gap, and keeps the routes it knows while
 /// the directory is away.
+///
+/// | the link is | up arrives | down arrives | no answer in time | the pause is over |
+/// | --- | --- | --- | --- | --- |
+/// | idle | up: watch and register | – | – | connecting |
+/// | connecting | up: watch and register | idle, for a longer pause | idle, for a longer pause | – |
+/// | up | – | idle: the directory is away | idle: the link is given up, the directory is away | – |
 pub struct Client {
     config: ClientConfig,
-    registrant: Option<Registrant>,
     random: u64,
     link: Link,
     away: bool,
     backoff: Duration,
-    /// When to connect again.
-    retry_at: Option<Instant>,
-    holder: Holder,
-    ttl: Duration,
-    /// When to renew, or to register again.
-    renew_at: Option<Instant>,
-    ready: bool,
-    leaving: Option<Option<Incarnation>>,
-    lost: bool,
     next_id: u64,
+    /// The open questions, by the order in which they were asked.
     asked: BTreeMap<u64, (Instant, Asked)>,
-    seen: Option<(u64, u64)>,
-    watching: bool,
-    routes: BTreeMap<LogicalId, Route>,
-    /// Routes that a restarted directory has not named yet, and until when they are believed all the same.
-    unconfirmed: BTreeMap<LogicalId, Instant>,
+    commands: VecDeque<Command>,
+    /// The greatest boot number heard of.
+    boot: u64,
+    cache: RouteCache,
+    /// When to ask for a watch again that was refused.
+    watch_at: Option<Instant>,
+    /// When to watch on, for no other reason than to hear an answer.
+    check_at: Option<Instant>,
+    registration: Option<Registration>,
     outputs: VecDeque<ClientOutput>,
 }
 
 impl Client {
-    /// A client; `random` seeds its jitter.
+    /// A client that registers `registrant`, or only watches; `random` seeds its jitter.
     pub fn new(config: ClientConfig, registrant: Option<Registrant>, random: u64) -> Self {
         Client {
+            cache: RouteCache::new(config.routes_max),
             backoff: config.backoff,
             config,
-            registrant,
             random,
-            link: Link::Idle,
+            link: Link::Idle(None),
             away: false,
-            retry_at: None,
-            holder: Holder::default(),
-            ttl: Duration::from_secs(2),
-            renew_at: None,
-            ready: true,
-            leaving: None,
-            lost: false,
             next_id: 1,
             asked: BTreeMap::new(),
-            seen: None,
-            watching: false,
-            routes: BTreeMap::new(),
-            unconfirmed: BTreeMap::new(),
+            commands: VecDeque::new(),
+            boot: 0,
+            watch_at: None,
+            check_at: None,
+            registration: registrant.map(Registration::new),
             outputs: VecDeque::new(),
         }
     }
 
     /// The routes, as last heard.
     pub fn routes(&self) -> impl Iterator<Item = &Route> {
-        self.routes.values()
+        self.cache.iter()
     }
 
-    /// The epoch, while it is valid.
+    /// The epoch, while its lease is certain: nobody else can hold the identity at `now`.
     pub fn epoch(&self, now: Instant) -> Option<Epoch> {
-        self.holder.epoch(now)
+        self.registration.as_ref().and_then(|registration| registration.epoch(now))
     }
 
     fn ask(&mut self, now: Instant, request: Request, asked: Asked) {
@@ -191,297 +196,296 @@ impl Client {
         self.outputs.push_back(ClientOutput::Send(Message::Request { id, request }));
     }
 
-    /// A share of `base` between a half and the whole, so that many clients don't act as one.
-    fn jitter(&mut self, base: Duration) -> Duration {
-        self.random =
-            self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        base / 2 + base / 2 * ((self.random >> 33) as u32 % 1024) / 1024
+    fn watch(&mut self, now: Instant) {
+        let boot = self.boot;
+        let after = self.cache.seen().map(|(life, revision)| Seen { life, boot, revision });
+        (self.watch_at, self.check_at) = (None, None);
+        self.ask(now, Request::Watch { after }, Asked::Watch);
     }
 
-    fn connect(&mut self) {
-        self.link = Link::Connecting;
-        self.retry_at = None;
+    fn is_asking_to_watch(&self) -> bool {
+        self.asked.values().any(|(_, asked)| matches!(asked, Asked::Watch))
+    }
+
+    /// Asks what is due: the registration's next request, and what waited for the link.
+    fn ask_what_is_due(&mut self, now: Instant) {
+        if self.link != Link::Up {
+            return;
+        }
+        if let Some(request) = self.registration.as_mut().and_then(|registration| registration.request(now)) {
+            let asked = match &request {
+                Request::Renew { .. } => Asked::Renew,
+                Request::Leave { .. } => Asked::Leave,
+                _ => Asked::Register,
+            };
+            self.ask(now, request, asked);
+        }
+        if [self.watch_at, self.check_at].into_iter().flatten().any(|at| at <= now) {
+            self.watch(now);
+        }
+        while let Some(command) = self.commands.pop_front() {
+            let request = match command.clone() {
+                Command::Report { lid, incarnation, evidence } => {
+                    Request::Report { lid, incarnation, evidence }
+                }
+                Command::Drain { lid, of } => Request::Drain { lid, of },
+            };
+            self.ask(now, request, Asked::Command(command));
+        }
+    }
+
+    fn connect(&mut self, now: Instant) {
+        self.link = Link::Connecting(now + self.config.connect_within);
         self.outputs.push_back(ClientOutput::Connect);
+    }
+
+    fn on_start(&mut self, now: Instant) {
+        match self.link {
+            Link::Idle(None) => self.connect(now),
+            Link::Idle(Some(_)) | Link::Connecting(_) => {}
+            Link::Up if self.is_asking_to_watch() => {}
+            Link::Up => self.watch(now),
+        }
     }
 
     fn on_up(&mut self, now: Instant) {
         self.link = Link::Up;
-        self.backoff = self.config.backoff;
-        self.watching = false;
-        self.ask(now, Request::Watch { after: self.seen }, Asked::Watch);
-        self.register(now);
-    }
-
-    fn register(&mut self, now: Instant) {
-        if self.lost || self.leaving.is_some() {
-            return;
+        self.cache.on_link();
+        self.watch(now);
+        if let Some(registration) = &mut self.registration {
+            registration.on_link(now);
         }
-        let Some(registrant) = &self.registrant else { return };
-        let request = Request::Register {
-            lid: registrant.lid.clone(),
-            incarnation: registrant.incarnation,
-            address: registrant.address.clone(),
-            last: self.holder.last_epoch(),
-            shadow: registrant.shadow,
-            guardian: registrant.guardian,
-        };
-        self.renew_at = None;
-        self.ask(now, request, Asked::Register);
     }
 
     fn on_down(&mut self, now: Instant) {
-        self.link = Link::Idle;
-        let unanswered = core::mem::take(&mut self.asked);
-        for (_, (_, asked)) in unanswered {
-            // A report must not be lost with the link; everything else is asked anew when the link is back.
-            if let Asked::Report { lid, incarnation, evidence } = asked {
-                let id = self.next_id;
-                self.next_id += 1;
-                self.asked.insert(id, (now, Asked::Report { lid, incarnation, evidence }));
-            }
+        let pause = jitter(&mut self.random, self.backoff);
+        self.link = Link::Idle(Some(now + pause));
+        self.backoff = (self.backoff * 2).min(self.config.backoff_max);
+        (self.watch_at, self.check_at) = (None, None);
+        // The registration and the watch are asked anew with the next link; commands must not be lost with this one.
+        let unanswered: Vec<Command> = core::mem::take(&mut self.asked)
+            .into_values()
+            .filter_map(|(_, asked)| match asked {
+                Asked::Command(command) => Some(command),
+                _ => None,
+            })
+            .collect();
+        for command in unanswered.into_iter().rev() {
+            self.commands.push_front(command);
         }
         if !self.away {
             self.away = true;
             self.outputs.push_back(ClientOutput::Away);
         }
-        let pause = self.jitter(self.backoff);
-        self.backoff = (self.backoff * 2).min(self.config.backoff_max);
-        self.retry_at = Some(now + pause);
+    }
+
+    fn give_the_link_up(&mut self, now: Instant) {
+        self.outputs.push_back(ClientOutput::Disconnect);
+        self.on_down(now);
     }
 
     fn on_message(&mut self, now: Instant, message: Message) {
         match message {
-            Message::Event { boot, revision, change } => self.on_event(now, boot, revision, change),
-            Message::Response { id, boot, revision, response } => {
-                // An answer to a question that is not open is nobody's: never another's (it is matched by its id).
+            // What a link that was given up still brings is nobody's.
+            _ if self.link != Link::Up => {}
+            Message::Event { life, revision, change } => {
+                let heard = self.cache.on_event(life, revision, change);
+                self.on_heard(now, heard);
+            }
+            Message::Snapshot { life, revision, routes, last } => {
+                let heard = self.cache.on_part(now, self.grace(), (life, revision), routes, last);
+                self.on_heard(now, heard);
+            }
+            Message::Response { id, life, boot, revision, response } => {
+                // An answer to a question that is not open is nobody's: it is matched by its id alone.
                 let Some((sent, asked)) = self.asked.remove(&id) else { return };
-                self.on_response(now, sent, asked, (boot, revision), response);
+                self.boot = self.boot.max(boot);
+                self.on_back(now);
+                self.check_at = Some(now + jitter(&mut self.random, self.config.check_every));
+                let gap = !matches!(asked, Asked::Watch) && !self.cache.is_at(life, revision);
+                self.on_response(now, Answer { sent, life }, asked, response);
+                // A watcher has been sent everything up to the revision of an answer.
+                if gap && self.link == Link::Up && self.watch_at.is_none() && !self.is_asking_to_watch() {
+                    self.watch(now);
+                }
             }
             Message::Request { .. } => {}
         }
     }
 
-    fn on_event(&mut self, now: Instant, boot: u64, revision: u64, change: Change) {
-        match self.seen {
-            Some((known, last)) if known == boot && revision == last + 1 => {
-                self.seen = Some((boot, revision));
-                self.apply(change);
-            }
-            // Seen already.
-            Some((known, last)) if known == boot && revision <= last => {}
-            // A gap, or another life of the directory: start from a whole picture.
-            _ if self.watching => {
-                self.watching = false;
-                self.ask(now, Request::Watch { after: None }, Asked::Watch);
-            }
-            _ => {}
-        }
+    /// For how long a route is believed that a restarted directory has not named.
+    fn grace(&self) -> Duration {
+        self.registration.as_ref().map_or(Duration::from_secs(2), |registration| registration.ttl) * 2
     }
 
-    fn apply(&mut self, change: Change) {
-        match &change {
-            Change::Put(route) => {
-                self.unconfirmed.remove(&route.lid);
-                self.routes.insert(route.lid.clone(), route.clone());
-            }
-            Change::Remove { lid, incarnation, .. } => {
-                if self.routes.get(lid).is_some_and(|route| route.incarnation == *incarnation) {
-                    self.routes.remove(lid);
-                }
-            }
-        }
-        self.check_own(&change);
-        self.outputs.push_back(ClientOutput::Change(change));
-    }
-
-    /// Another life under one's own identity means that one's own is over; as a shadow it means that it has begun.
-    fn check_own(&mut self, change: &Change) {
-        let Some(registrant) = &self.registrant else { return };
-        match change {
-            Change::Put(route) if route.lid == registrant.lid => {
-                if route.incarnation == registrant.incarnation {
-                    if registrant.shadow && self.holder.last_epoch() != Some(route.epoch) {
-                        // The source handed it over: the lease counts from the next renewal on.
-                        self.renew_at = Some(Instant::ZERO);
-                        self.holder.on_granted(Instant::ZERO, route.epoch, Duration::ZERO);
-                    }
-                } else if self.holder.last_epoch().is_some_and(|held| held < route.epoch) {
-                    self.lose();
-                }
-            }
-            _ => {}
-        }
-    }
-
-    fn lose(&mut self) {
-        if !self.lost && self.leaving.is_none() {
-            self.lost = true;
-            self.holder.on_lost();
-            self.renew_at = None;
-            self.outputs.push_back(ClientOutput::Lost);
-        }
-    }
-
-    fn on_response(
-        &mut self,
-        now: Instant,
-        sent: Instant,
-        asked: Asked,
-        (boot, revision): (u64, u64),
-        response: Response,
-    ) {
+    fn on_back(&mut self, now: Instant) {
         if self.away {
             self.away = false;
             self.outputs.push_back(ClientOutput::Back);
+            let grace = self.grace();
+            self.cache.excuse(now, grace);
         }
+    }
+
+    fn on_heard(&mut self, now: Instant, heard: Heard) {
+        match heard {
+            Heard::Changes(changes) => self.pass_on(now, changes),
+            // The watch that is being asked for fills it.
+            Heard::Gap if self.is_asking_to_watch() => {}
+            Heard::Gap => self.watch(now),
+            Heard::TooMuch => self.give_the_link_up(now),
+        }
+    }
+
+    fn pass_on(&mut self, now: Instant, changes: Vec<Change>) {
+        for change in changes {
+            let random = &mut self.random;
+            let told = match &mut self.registration {
+                Some(registration) => registration.on_change(now, &change, |most| jitter(random, most)),
+                None => Told::Nothing,
+            };
+            self.outputs.push_back(ClientOutput::Change(change));
+            self.on_told(now, told);
+        }
+    }
+
+    fn on_response(&mut self, now: Instant, answer: Answer, asked: Asked, response: Response) {
         match (asked, response) {
-            (Asked::Watch, Response::Routes { routes, reset }) => {
-                self.watching = true;
-                if reset {
-                    let restarted = self.seen.is_some_and(|(known, _)| known != boot);
-                    self.on_reset(now, routes, restarted);
-                    self.seen = Some((boot, revision));
-                }
+            (Asked::Watch, Response::Watching) => {
+                // The link is of use: the next one that fails starts with a short pause.
+                self.backoff = self.config.backoff;
+                self.outputs.push_back(ClientOutput::Watching);
             }
-            (Asked::Register | Asked::Renew, Response::Granted { epoch, ttl_ms }) => {
-                self.on_granted(now, sent, epoch, Duration::from_millis(ttl_ms));
+            (Asked::Watch, _) => {
+                self.watch_at = Some(now + jitter(&mut self.random, self.config.backoff_max * 2))
+            }
+            (Asked::Command(Command::Drain { lid, .. }), Response::Refused(refusal)) => {
+                self.outputs.push_back(ClientOutput::Drained(lid, Err(refusal)));
+            }
+            (Asked::Command(Command::Drain { lid, .. }), _) => {
+                self.outputs.push_back(ClientOutput::Drained(lid, Ok(())));
+            }
+            (Asked::Command(Command::Report { .. }), _) => {}
+            (asked, response) => self.on_own_response(now, answer, asked, response),
+        }
+    }
+
+    /// An answer that concerns one's own identity.
+    fn on_own_response(&mut self, now: Instant, answer: Answer, asked: Asked, response: Response) {
+        let Some(registration) = &mut self.registration else { return };
+        let random = &mut self.random;
+        let pause = |most| jitter(random, most);
+        let told = match (asked, response) {
+            (Asked::Leave, Response::Done) => registration.on_left(),
+            (_, Response::Refused(refusal)) => registration.on_refused(now, refusal, pause),
+            (asked @ (Asked::Register | Asked::Renew), Response::Granted { epoch, ttl_ms }) => {
+                let ttl = Duration::from_millis(ttl_ms);
+                let registered = matches!(asked, Asked::Register);
+                let grant = Grant { sent: answer.sent, life: answer.life, epoch, ttl, registered };
+                registration.on_granted(now, grant, pause)
             }
             (Asked::Register, Response::Shadowing { holder }) => {
-                // Asked again now and then: the directory may have restarted and forgotten it.
-                self.renew_at = Some(now + self.ttl / 2);
-                self.outputs.push_back(ClientOutput::Shadowing(holder));
+                registration.on_shadowing(now, holder, pause)
             }
-            (Asked::Register, Response::Refused(refusal)) => {
-                let wait = match &refusal {
-                    Refusal::Settling { remaining_ms, .. } => Duration::from_millis(remaining_ms + 1),
-                    // The word on the holder's end may be on its way.
-                    Refusal::Held { .. } => self.config.backoff * 2,
-                    _ => self.config.backoff_max,
-                };
-                let jitter = self.jitter(self.config.backoff);
-                self.renew_at = Some(now + wait.min(self.config.backoff_max) + jitter);
-                self.outputs.push_back(ClientOutput::Refused(refusal));
-                if self.holder.last_epoch().is_some()
-                    && let Some(ClientOutput::Refused(Refusal::Held { .. })) = self.outputs.back()
-                {
-                    self.lose();
-                }
+            // A directory that answers another question than was asked is not one.
+            _ => return self.give_the_link_up(now),
+        };
+        self.on_told(now, told);
+    }
+
+    fn on_told(&mut self, now: Instant, told: Told) {
+        match told {
+            Told::Nothing => {}
+            Told::Registered(epoch) => {
+                self.outputs.push_back(ClientOutput::Registered(epoch));
+                self.drain_again(now);
             }
-            // The directory does not know this epoch: it restarted, or the lease ran out. Registering again tells.
-            (Asked::Renew, Response::Refused(_)) => self.register(now),
-            (Asked::Leave, Response::Refused(Refusal::NotShadow { .. })) => {
-                // The successor is gone: the identity stays here.
-                self.leaving = None;
-                self.renew_at = Some(now);
-                if let Some(epoch) = self.holder.last_epoch() {
-                    self.outputs.push_back(ClientOutput::Kept(epoch));
-                }
-            }
-            (Asked::Leave, Response::Refused(_) | Response::Done) => {
-                self.holder.on_lost();
-                self.renew_at = None;
-                self.outputs.push_back(ClientOutput::Left);
-            }
-            (Asked::Drain, Response::Refused(refusal)) => {
-                self.outputs.push_back(ClientOutput::Drained(Err(refusal)));
-            }
-            (Asked::Drain, _) => self.outputs.push_back(ClientOutput::Drained(Ok(()))),
-            _ => {}
+            Told::Shadowing(holder) => self.outputs.push_back(ClientOutput::Shadowing(holder)),
+            Told::Refused(refusal) => self.outputs.push_back(ClientOutput::Refused(refusal)),
+            Told::Lost => self.outputs.push_back(ClientOutput::Lost),
+            Told::Left => self.outputs.push_back(ClientOutput::Left),
+            Told::Kept(epoch) => self.outputs.push_back(ClientOutput::Kept(epoch)),
         }
     }
 
-    fn on_granted(&mut self, now: Instant, sent: Instant, epoch: Epoch, ttl: Duration) {
-        if self.lost {
-            return;
-        }
-        let before = self.holder.last_epoch();
-        let was_valid = self.holder.valid_until().is_some_and(|until| until > Instant::ZERO);
-        self.holder.on_granted(sent, epoch, ttl);
-        self.ttl = ttl;
-        if let Some(registrant) = &mut self.registrant {
-            registrant.shadow = false;
-        }
-        let pause = self.jitter(ttl / 3);
-        self.renew_at = Some(now + pause);
-        if before != Some(epoch) || !was_valid {
-            self.outputs.push_back(ClientOutput::Registered(epoch));
-        }
-    }
-
-    /// A whole picture: what is not in it is gone, unless the directory has just restarted and is still learning its
-    /// registry from its clients. Then a route goes on until its holder has had two leases to register again.
-    fn on_reset(&mut self, now: Instant, routes: Vec<Route>, restarted: bool) {
-        let named: BTreeMap<LogicalId, Route> =
-            routes.into_iter().map(|route| (route.lid.clone(), route)).collect();
-        let unnamed: Vec<LogicalId> =
-            self.routes.keys().filter(|lid| !named.contains_key(*lid)).cloned().collect();
-        for lid in unnamed {
-            if restarted {
-                self.unconfirmed.entry(lid).or_insert(now + self.ttl * 2);
-            } else {
-                self.drop_route(&lid);
-            }
-        }
-        for (lid, route) in named {
-            if self.routes.get(&lid) != Some(&route) {
-                self.apply(Change::Put(route));
-            }
-        }
-    }
-
-    fn drop_route(&mut self, lid: &LogicalId) {
-        if let Some(route) = self.routes.get(lid) {
-            let Route { lid, incarnation, epoch, .. } = route.clone();
-            self.apply(Change::Remove { lid, incarnation, epoch, evidence: Evidence::LeaseExpired });
-        }
-    }
-
-    fn on_tick(&mut self, now: Instant) {
-        let expired: Vec<LogicalId> =
-            self.unconfirmed.iter().filter(|(_, until)| **until <= now).map(|(lid, _)| lid.clone()).collect();
-        // While the directory is away nobody can register again, so nobody is dropped for not having done so.
-        if !self.away {
-            for lid in &expired {
-                self.unconfirmed.remove(lid);
-                self.drop_route(lid);
-            }
-        }
-        if self.link == Link::Idle && self.retry_at.is_some_and(|at| at <= now) {
-            self.connect();
-        }
-        if self.holder.last_epoch().is_some()
-            && !self.lost
-            && self.link == Link::Up
-            && self.renew_at.is_some_and(|at| at <= now)
+    /// A directory that has just granted the identity does not know that it was draining.
+    fn drain_again(&mut self, now: Instant) {
+        if let Some(registration) = &self.registration
+            && registration.is_draining()
         {
-            self.renew(now);
-        } else if self.link == Link::Up && self.renew_at.is_some_and(|at| at <= now) {
-            self.register(now);
-        }
-        let patience = self.config.answer_within;
-        if self.link == Link::Up && self.asked.values().any(|(sent, _)| *sent + patience <= now) {
-            self.outputs.push_back(ClientOutput::Disconnect);
-            self.on_down(now);
+            let who = registration.who();
+            let (lid, of) = (who.lid.clone(), Some(who.incarnation));
+            self.command(now, Command::Drain { lid, of });
         }
     }
 
-    fn renew(&mut self, now: Instant) {
-        let (Some(registrant), Some(epoch)) = (&self.registrant, self.holder.last_epoch()) else { return };
-        let request = Request::Renew { lid: registrant.lid.clone(), epoch, ready: self.ready };
-        self.renew_at = None;
-        self.ask(now, request, Asked::Renew);
+    fn command(&mut self, now: Instant, command: Command) {
+        let open = self.asked.len() + self.commands.len();
+        if open < self.config.commands_max {
+            self.commands.push_back(command);
+            return self.ask_what_is_due(now);
+        }
+        match command {
+            Command::Drain { lid, .. } => {
+                let refusal = Refusal::Full { what: "requests that wait for the directory".to_string() };
+                self.outputs.push_back(ClientOutput::Drained(lid, Err(refusal)));
+            }
+            // What was seen is advice, or is seen by the lease as well.
+            Command::Report { .. } => {}
+        }
     }
 
     fn on_leave(&mut self, now: Instant, to: Option<Incarnation>) {
-        self.leaving = Some(to);
-        match (&self.registrant, self.holder.last_epoch(), self.link) {
-            (Some(registrant), Some(epoch), Link::Up) => {
-                let request = Request::Leave { lid: registrant.lid.clone(), epoch, to };
-                self.ask(now, request, Asked::Leave);
+        let linked = self.link == Link::Up;
+        match &mut self.registration {
+            None => self.outputs.push_back(ClientOutput::Left),
+            Some(registration) => {
+                let told = registration.leave(now, to, linked);
+                self.on_told(now, told);
             }
-            _ => self.outputs.push_back(ClientOutput::Left),
         }
     }
+
+    /// A zombie's wish to be drained must not touch its successor: for oneself only oneself is meant.
+    fn on_drain(&mut self, now: Instant, lid: LogicalId) {
+        let own = self.registration.as_ref().map(Registration::who).filter(|who| who.lid == lid);
+        let of = own.map(|who| who.incarnation);
+        self.command(now, Command::Drain { lid, of });
+    }
+
+    fn on_tick(&mut self, now: Instant) {
+        match self.link {
+            Link::Idle(Some(at)) if at <= now => self.connect(now),
+            Link::Connecting(until) if until <= now => self.give_the_link_up(now),
+            Link::Up
+                if self
+                    .asked
+                    .values()
+                    .next()
+                    .is_some_and(|(sent, _)| *sent + self.config.answer_within <= now) =>
+            {
+                self.give_the_link_up(now);
+            }
+            _ => {}
+        }
+        // While the directory is away nobody can register again, so nobody is dropped for not having done so.
+        if !self.away {
+            let changes = self.cache.on_tick(now);
+            self.pass_on(now, changes);
+        }
+    }
+}
+
+/// When the request was sent, and which directory answers.
+struct Answer {
+    sent: Instant,
+    life: Incarnation,
+}
+
+/// Between a half and the whole of `most`, so that many clients don't act as one.
+fn jitter(random: &mut u64, most: Duration) -> Duration {
+    *random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    most / 2 + most / 2 * ((*random >> 33) as u32 % 1024) / 1024
 }
 
 impl Machine for Client {
@@ -490,45 +494,27 @@ impl Machine for Client {
 
     fn handle(&mut self, now: Instant, input: ClientInput) {
         match input {
-            ClientInput::Start if self.link == Link::Idle => self.connect(),
-            ClientInput::Start => {}
-            ClientInput::Up if self.link != Link::Up => {
-                self.on_up(now);
-                let kept: Vec<u64> = self
-                    .asked
-                    .iter()
-                    .filter(|(_, (_, asked))| matches!(asked, Asked::Report { .. }))
-                    .map(|(id, _)| *id)
-                    .collect();
-                for id in kept {
-                    if let Some((_, Asked::Report { lid, incarnation, evidence })) = self.asked.remove(&id) {
-                        self.handle(now, ClientInput::Report { lid, incarnation, evidence });
-                    }
-                }
-            }
+            ClientInput::Start => self.on_start(now),
+            ClientInput::Up if self.link != Link::Up => self.on_up(now),
             ClientInput::Up => {}
-            ClientInput::Down if self.link != Link::Idle => self.on_down(now),
+            ClientInput::Down if !matches!(self.link, Link::Idle(_)) => self.on_down(now),
             ClientInput::Down => {}
             ClientInput::Message(message) => self.on_message(now, message),
             ClientInput::Ready(ready) => {
-                if core::mem::replace(&mut self.ready, ready) != ready && self.link == Link::Up {
-                    self.renew(now);
+                if let Some(registration) = &mut self.registration {
+                    registration.set_ready(now, ready);
                 }
             }
             ClientInput::Leave(to) => self.on_leave(now, to),
             ClientInput::Report { lid, incarnation, evidence } => {
-                let asked = Asked::Report { lid: lid.clone(), incarnation, evidence };
-                if self.link == Link::Up {
-                    self.ask(now, Request::Report { lid, incarnation, evidence }, asked);
-                } else {
-                    let id = self.next_id;
-                    self.next_id += 1;
-                    self.asked.insert(id, (now, asked));
-                }
+                self.command(now, Command::Report { lid, incarnation, evidence });
             }
-            ClientInput::Drain(lid) => self.ask(now, Request::Drain { lid }, Asked::Drain),
+            ClientInput::Drain(lid) => self.on_drain(now, lid),
             ClientInput::Tick => self.on_tick(now),
         }
+        self.ask_what_is_due(now);
+        let bound = self.config.commands_max + 8;
+        assert!(self.asked.len() + self.commands.len() <= bound, "the open questions are bounded");
     }
 
     fn poll(&mut self) -> Option<ClientOutput> {
@@ -536,12 +522,18 @@ impl Machine for Client {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        let retry = self.retry_at.filter(|_| self.link == Link::Idle);
-        let renew = self.renew_at.filter(|_| self.link == Link::Up);
-        let answer = (self.link == Link::Up)
-            .then(|| self.asked.values().map(|(sent, _)| *sent + self.config.answer_within).min())
-            .flatten();
-        let unconfirmed = self.unconfirmed.values().min().copied().filter(|_| !self.away);
-        [retry, renew, answer, unconfirmed].into_iter().flatten().min()
+        let link = match self.link {
+            Link::Idle(at) => at,
+            Link::Connecting(until) => Some(until),
+            Link::Up => self.asked.values().next().map(|(sent, _)| *sent + self.config.answer_within),
+        };
+        let registration = self.registration.as_ref().and_then(|registration| registration.due);
+        let due = [registration, self.watch_at, self.check_at]
+            .into_iter()
+            .flatten()
+            .min()
+            .filter(|_| self.link == Link::Up);
+        let unconfirmed = self.cache.deadline().filter(|_| !self.away);
+        [link, due, unconfirmed].into_iter().flatten().min()
     }
 }

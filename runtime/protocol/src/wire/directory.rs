@@ -7,12 +7,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Address, Epoch, Evidence, Group, Incarnation, LogicalId};
 
-/// A request, the response that names it, or a watched change.
+/// A request, the response that names it, or what a watcher is told.
+///
+/// Every message from the directory names its *life*, which is drawn at its start: another life than last time means
+/// that the directory restarted and forgot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Message {
     /// From a client.
     Request {
-        /// Chosen by the client; the response carries it.
+        /// Chosen by the client and never used again by it; the response carries it.
         id: u64,
         /// What is asked.
         request: Request,
@@ -21,9 +24,11 @@ pub enum Message {
     Response {
         /// The request's id.
         id: u64,
-        /// The directory's life; another than last time means that it restarted and forgot.
+        /// The directory's life.
+        life: Incarnation,
+        /// The boot number that it grants epochs under.
         boot: u64,
-        /// The revision after the request.
+        /// The revision after the request; a watcher has been sent every change up to it.
         revision: u64,
         /// The answer.
         response: Response,
@@ -31,12 +36,46 @@ pub enum Message {
     /// From the directory to a watcher, in order of revisions and with none left out.
     Event {
         /// The directory's life.
-        boot: u64,
+        life: Incarnation,
         /// The revision of this change.
         revision: u64,
         /// What changed.
         change: Change,
     },
+    /// A part of a whole picture, to a watcher that can't be told of each change it missed. It replaces everything
+    /// that the watcher knew, once its last part is there.
+    Snapshot {
+        /// The directory's life.
+        life: Incarnation,
+        /// The revision of the picture.
+        revision: u64,
+        /// The routes of this part.
+        routes: Vec<Route>,
+        /// No part follows.
+        last: bool,
+    },
+}
+
+/// What a client held before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Last {
+    /// The life of the directory that granted it.
+    pub life: Incarnation,
+    /// The epoch, which a restarted directory must exceed.
+    pub epoch: Epoch,
+    /// Whether its lease had not run out when the request was sent: then nobody else can hold the identity.
+    pub valid: bool,
+}
+
+/// What a watcher has seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seen {
+    /// The directory's life.
+    pub life: Incarnation,
+    /// The greatest boot number, which a restarted directory must exceed.
+    pub boot: u64,
+    /// The last revision.
+    pub revision: u64,
 }
 
 /// What a client asks of the directory.
@@ -50,8 +89,10 @@ pub enum Request {
         incarnation: Incarnation,
         /// Where it can be reached.
         address: Address,
-        /// The last epoch this client held, which a restarted directory must exceed.
-        last: Option<Epoch>,
+        /// What this client held last.
+        last: Option<Last>,
+        /// Takes new work.
+        ready: bool,
         /// Wait beside the present holder instead of being refused: the target of a migration.
         shadow: bool,
         /// The process that started this one; its word on this one's exit ends the lease.
@@ -79,6 +120,8 @@ pub enum Request {
     Drain {
         /// The endpoint.
         lid: LogicalId,
+        /// Only if this life holds it; `None` for whoever does.
+        of: Option<Incarnation>,
     },
     /// What the client saw of an endpoint. Only [`Evidence::ProcessExited`] from the endpoint's guardian ends a lease;
     /// the rest is advice.
@@ -95,10 +138,10 @@ pub enum Request {
         /// The group; `None` for all.
         group: Option<Group>,
     },
-    /// The present routes and then every later change; from `after` on if the directory still has it.
+    /// Every change from `after` on, or a whole picture first if the directory has not kept so much.
     Watch {
-        /// The (boot, revision) last seen.
-        after: Option<(u64, u64)>,
+        /// What was seen last.
+        after: Option<Seen>,
     },
 }
 
@@ -119,13 +162,15 @@ pub enum Response {
     },
     /// Done.
     Done,
-    /// The routes at the response's revision.
+    /// A part of the routes at the response's revision.
     Routes {
-        /// All of them.
+        /// The routes of this part.
         routes: Vec<Route>,
-        /// For a watch: these replace everything that the watcher knew.
-        reset: bool,
+        /// No part follows.
+        last: bool,
     },
+    /// The watch has begun; what was missed was sent before this.
+    Watching,
     /// Refused, and why.
     Refused(Refusal),
 }
@@ -180,6 +225,16 @@ pub enum Refusal {
     /// A life can be registered by itself only.
     #[error("a process registers itself: the request names another incarnation than its connection")]
     NotYours,
+    /// A name or an address is longer than the directory keeps.
+    #[error("{what} is {len} bytes long, and the directory keeps {max} at most")]
+    TooLong {
+        /// What is too long.
+        what: String,
+        /// Its length, in bytes.
+        len: u64,
+        /// The longest allowed, in bytes.
+        max: u64,
+    },
     /// The directory holds as many identities or watchers as it may.
     #[error("the directory is full: {what}")]
     Full {

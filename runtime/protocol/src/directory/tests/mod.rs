@@ -1,0 +1,6 @@
+mod absence;
+mod bounds;
+mod chaos;
+mod identity;
+mod model;
+mod world;
