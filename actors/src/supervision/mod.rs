@@ -18,8 +18,8 @@ use connex_protocol::wire;
 use connex_protocol::{Evidence, Group, Incarnation, Peer};
 use ractor::{ActorRef, Message};
 
-pub(crate) use directory::DirectoryClientActor;
-pub use directory::{DirectoryMsg, Membership, Standing};
+pub(crate) use directory::{DirectoryClientActor, DirectoryMsg};
+pub use directory::{Membership, Standing};
 pub(crate) use endpoint::{EndpointActor, EndpointArgs, EndpointMsg, EndpointState};
 pub(crate) use group::{GroupSupervisor, GroupSupervisorMsg};
 pub(crate) use liveness::{LivenessActor, LivenessMsg};
@@ -76,13 +76,18 @@ impl Doors {
         put(&self.directory, hook);
     }
 
-    pub(crate) fn set_directory_actor(&self, actor: ActorRef<DirectoryMsg>) {
+    pub(crate) fn put_directory_actor(&self, actor: ActorRef<DirectoryMsg>) {
         put(&self.directory_actor, actor);
     }
 
-    /// Tells the directory client something, if the node has one.
-    pub fn tell_directory(&self, msg: DirectoryMsg) {
-        ring(&self.directory_actor, msg);
+    /// Something waits in the inbox of the node's membership.
+    pub(crate) fn ring_directory(&self) {
+        ring(&self.directory_actor, DirectoryMsg::Ring);
+    }
+
+    /// Makes the directory client fail, as a fault injected by a test.
+    pub fn crash_directory_client(&self, why: &str) {
+        ring(&self.directory_actor, DirectoryMsg::Crash(why.to_owned()));
     }
 
     /// Gives the messages of migrations to this hook.

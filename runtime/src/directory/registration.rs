@@ -1,10 +1,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use connex_actors::{Core, DirectoryMsg, Membership, Standing};
+use connex_actors::{Core, Membership, Standing};
 use connex_protocol::directory::{ClientInput, Registrant};
 use connex_protocol::wire::directory::{Change, Refusal, Route};
 use connex_protocol::{Address, Epoch, Evidence, Incarnation, LogicalId};
+use tokio::sync::broadcast::error::RecvError;
 
 /// How a node learns who serves what: the one switch.
 #[derive(Clone, Debug, Default)]
@@ -80,34 +81,52 @@ impl Registration {
     /// Gives the identity up; waits for the directory's word for `patience` at most, after which the lease runs out
     /// by itself.
     pub async fn leave(&self, patience: Duration) {
-        self.core.doors().tell_directory(DirectoryMsg::Input(ClientInput::Leave(None)));
+        self.membership.tell(&self.core, ClientInput::Leave(None));
         let left = self.wait_for(|standing| matches!(standing, Standing::Left | Standing::Lost));
+        // Whatever has become of it by then, the lease does the rest.
         let _ = tokio::time::timeout(patience, left).await;
     }
 
     /// Hands the identity to the shadow that waits for it; false if the directory did not take it so, and this node
-    /// goes on holding it.
+    /// goes on holding it. While the directory is away nobody knows which of the two it is, and this waits.
     pub async fn hand_to(&self, shadow: Incarnation) -> bool {
-        let before = self.standing();
-        self.core.doors().tell_directory(DirectoryMsg::Input(ClientInput::Leave(Some(shadow))));
-        let after = self.wait_for(|standing| *standing != before).await;
-        after == Standing::Left
+        let mut standing = self.membership.standing();
+        standing.mark_unchanged();
+        self.membership.tell(&self.core, ClientInput::Leave(Some(shadow)));
+        while standing.changed().await.is_ok() {
+            match &*standing.borrow_and_update() {
+                Standing::Left => return true,
+                Standing::Kept(_) | Standing::Lost => return false,
+                _ => {}
+            }
+        }
+        false
     }
 
     /// Tells the directory what was seen of an endpoint.
     pub fn report(&self, lid: LogicalId, incarnation: Incarnation, evidence: Evidence) {
-        let input = ClientInput::Report { lid, incarnation, evidence };
-        self.core.doors().tell_directory(DirectoryMsg::Input(input));
+        self.membership.tell(&self.core, ClientInput::Report { lid, incarnation, evidence });
     }
 
-    /// Asks that an endpoint gets no new work.
+    /// Asks that an endpoint gets no new work. Waits while the directory is away.
     pub async fn drain(&self, lid: LogicalId) -> Result<(), Refusal> {
         let mut answers = self.membership.drained();
-        answers.mark_unchanged();
-        self.core.doors().tell_directory(DirectoryMsg::Input(ClientInput::Drain(lid)));
-        match answers.changed().await {
-            Ok(()) => answers.borrow().clone().unwrap_or(Ok(())),
-            Err(_) => Ok(()),
+        self.membership.tell(&self.core, ClientInput::Drain(lid.clone()));
+        loop {
+            match answers.recv().await {
+                Ok((of, result)) if of == lid => return result,
+                Ok(_) => {}
+                // Its answer may be among those that were missed: asking again does no harm.
+                Err(RecvError::Lagged(_)) => {
+                    self.membership.tell(&self.core, ClientInput::Drain(lid.clone()))
+                }
+                Err(RecvError::Closed) => return Err(Refusal::Unknown { lid }),
+            }
         }
+    }
+
+    /// The epoch, while the node's lease is certain: nobody else can hold its identity now.
+    pub fn epoch(&self) -> Option<Epoch> {
+        self.membership.epoch(&self.core)
     }
 }
