@@ -3,11 +3,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
 use std::time::Duration;
 
+use connex_protocol::detect::DetectConfig;
 use connex_protocol::ring::Ring;
 use connex_protocol::step::{ReceiverConfig, SenderConfig, SenderInput};
 use connex_protocol::wire::directory::{Change, Route};
 use connex_protocol::wire::{Control, Frame, RegionKey, directory};
-use connex_protocol::{Epoch, Evidence, Group, Incarnation, LogicalId, Peer, StepId};
+use connex_protocol::{Evidence, Group, Incarnation, LogicalId, Peer, StepId};
 use connex_transport::{Region, Transport};
 use tokio::sync::{Notify, broadcast};
 
@@ -32,6 +33,8 @@ pub struct CoreConfig {
     pub payload_crc: bool,
     /// How often peers hear from this node.
     pub heartbeat: Duration,
+    /// How their silence is judged; its interval is `heartbeat`.
+    pub detect: DetectConfig,
     /// After this long without a connection an origin that the directory does not know is gone for good.
     pub origin_grace: Duration,
     /// Events that a slow watcher may fall behind before it misses some.
@@ -48,6 +51,7 @@ impl Default for CoreConfig {
             ring_bytes: 64 << 20,
             payload_crc: true,
             heartbeat: Duration::from_millis(50),
+            detect: DetectConfig::default(),
             origin_grace: Duration::from_secs(2),
             events: 1024,
         }
@@ -69,13 +73,6 @@ pub(crate) struct Fetch {
     pub(crate) attempt: u32,
 }
 
-/// A peer to which a link is up.
-#[derive(Clone)]
-pub(crate) struct Linked {
-    pub(crate) peer: Peer,
-    pub(crate) epoch: Epoch,
-}
-
 /// What a node is: everything that outlives its actors.
 pub struct Core {
     weak: Weak<Core>,
@@ -86,7 +83,7 @@ pub struct Core {
     seq: AtomicU64,
     groups: RwLock<HashMap<Group, Arc<GroupCell>>>,
     served: RwLock<Option<Arc<ServedCell>>>,
-    linked: RwLock<HashMap<Incarnation, Linked>>,
+    linked: RwLock<HashMap<Incarnation, Peer>>,
     unlinked: Notify,
     routes: RwLock<BTreeMap<LogicalId, Route>>,
     ring: Mutex<Ring>,
@@ -341,8 +338,8 @@ impl Core {
         self.fetches.lock().expect("no holder panics").remove(&op)
     }
 
-    pub(crate) fn link(&self, linked: Linked) {
-        self.linked.write().expect("no holder panics").insert(linked.peer.incarnation, linked);
+    pub(crate) fn link(&self, peer: Peer) {
+        self.linked.write().expect("no holder panics").insert(peer.incarnation, peer);
     }
 
     pub(crate) fn unlink(&self, incarnation: Incarnation) {
@@ -361,7 +358,7 @@ impl Core {
         }
     }
 
-    pub(crate) fn linked(&self, incarnation: Incarnation) -> Option<Linked> {
+    pub(crate) fn linked(&self, incarnation: Incarnation) -> Option<Peer> {
         self.linked.read().expect("no holder panics").get(&incarnation).cloned()
     }
 
@@ -371,7 +368,7 @@ impl Core {
 
     /// The peers to which a link is up.
     pub fn peers(&self) -> Vec<Peer> {
-        self.linked.read().expect("no holder panics").values().map(|linked| linked.peer.clone()).collect()
+        self.linked.read().expect("no holder panics").values().cloned().collect()
     }
 
     pub(crate) fn tell_liveness(&self, msg: LivenessMsg) {

@@ -3,10 +3,9 @@ use std::sync::{Arc, Weak};
 use bytes::Bytes;
 use connex_protocol::step::{ReceiverInput, SenderInput};
 use connex_protocol::wire::{self, Control, Frame, cutover};
-use connex_protocol::{Epoch, Evidence, Incarnation, Peer};
+use connex_protocol::{Evidence, Incarnation, Peer};
 use connex_transport::{Completion, Event, Handler};
 
-use crate::core::Linked;
 use crate::supervision::LivenessMsg;
 use crate::{Core, GroupCell};
 
@@ -21,8 +20,8 @@ impl Dispatch {
         Arc::new(Dispatch { core: Arc::downgrade(core) })
     }
 
-    fn on_up(&self, core: &Core, peer: Peer, epoch: Epoch) {
-        core.link(Linked { peer: peer.clone(), epoch });
+    fn on_up(&self, core: &Core, peer: Peer) {
+        core.link(peer.clone());
         if let Some(cell) = core.find_group(peer.lid.group()) {
             cell.on_up(&peer);
         }
@@ -36,7 +35,7 @@ impl Dispatch {
             cell.on_down(&peer, evidence);
         }
         core.doors().on_link(&peer, false, Some(evidence));
-        core.tell_liveness(LivenessMsg::Down(peer, evidence));
+        core.tell_liveness(LivenessMsg::Down(peer));
     }
 
     fn on_message(&self, core: &Arc<Core>, from: Incarnation, frame: Bytes) {
@@ -81,9 +80,9 @@ impl Dispatch {
             }
             Control::Heartbeat(heartbeat) => {
                 if let Some(linked) = core.linked(from)
-                    && let Some(cell) = core.find_group(linked.peer.lid.group())
+                    && let Some(cell) = core.find_group(linked.lid.group())
                 {
-                    cell.on_heartbeat(&linked.peer, heartbeat);
+                    cell.on_heartbeat(&linked, heartbeat);
                 }
                 core.tell_liveness(LivenessMsg::Heard(from, heartbeat));
             }
@@ -99,10 +98,10 @@ impl Dispatch {
     /// A source's word to its submitters concerns its group's mailboxes; the rest is between the two sides.
     fn on_cutover(&self, core: &Core, from: Incarnation, message: cutover::Message) {
         let linked = core.linked(from);
-        let cell = linked.as_ref().and_then(|linked| core.find_group(linked.peer.lid.group()));
+        let cell = linked.as_ref().and_then(|linked| core.find_group(linked.lid.group()));
         match (&message, linked, cell) {
-            (cutover::Message::Pausing { .. }, Some(linked), Some(cell)) => cell.pause(&linked.peer.lid),
-            (cutover::Message::Abort { .. }, Some(linked), Some(cell)) => cell.resume(&linked.peer.lid),
+            (cutover::Message::Pausing { .. }, Some(linked), Some(cell)) => cell.pause(&linked.lid),
+            (cutover::Message::Abort { .. }, Some(linked), Some(cell)) => cell.resume(&linked.lid),
             (cutover::Message::Pausing { .. }, ..) => {}
             _ => core.doors().on_cutover(from, message),
         }
@@ -126,7 +125,7 @@ impl Dispatch {
 /// A frame about steps that this node submitted: it concerns the group of the life that sent it.
 fn to_group(core: &Core, from: Incarnation, input: SenderInput) {
     let cell: Option<Arc<GroupCell>> =
-        core.linked(from).and_then(|linked| core.find_group(linked.peer.lid.group()));
+        core.linked(from).and_then(|linked| core.find_group(linked.lid.group()));
     match cell {
         Some(cell) => cell.drive(input),
         None => tracing::debug!(peer = %from, "an answer from a group that is not in use"),
@@ -137,7 +136,7 @@ impl Handler for Dispatch {
     fn handle(&self, event: Event) {
         let Some(core) = self.core.upgrade() else { return };
         match event {
-            Event::Up { peer, epoch } => self.on_up(&core, peer, epoch),
+            Event::Up { peer, epoch: _ } => self.on_up(&core, peer),
             Event::Relinked { peer } => {
                 if let Some(cell) = core.find_group(peer.lid.group()) {
                     cell.drive(SenderInput::Relinked(peer.incarnation));

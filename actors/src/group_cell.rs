@@ -280,6 +280,10 @@ impl GroupCell {
 
     pub(crate) fn on_cleared(&self, peer: &Peer) {
         self.tell_group(GroupInput::Cleared { incarnation: peer.incarnation });
+        // It may have been given up for its silence although its link never ended.
+        if self.core.upgrade().is_some_and(|core| core.is_linked(peer.incarnation)) {
+            self.tell_group(GroupInput::Up { incarnation: peer.incarnation });
+        }
         self.emit(NodeEvent::Cleared { peer: peer.clone() });
     }
 

@@ -40,4 +40,4 @@ pub use group_cell::{GroupCell, ReplicaStatus};
 pub use serve::{Endpoint, EndpointFactory, Place, StepContext, Wake};
 pub use served_cell::ServedCell;
 pub use sink::{StepEnd, StepSink};
-pub use supervision::{Doors, Hook, Membership, NodeSupervisor, NodeSupervisorArgs, Standing};
+pub use supervision::{CrashAt, Doors, Hook, Membership, NodeSupervisor, NodeSupervisorArgs, Standing};

@@ -1,5 +1,5 @@
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -152,6 +152,31 @@ impl GroupHandle {
         }
     }
 
+    /// Submits a step from a thread outside any async runtime, and makes the transport's progress itself until the
+    /// reply is there: no other thread has to be woken for it. With `spin` it never sleeps in between.
+    pub fn call_blocking(&self, step: Step, spin: bool) -> Result<Reply, CallError> {
+        let ended = Arc::new(Ended::default());
+        let sink = Box::new(BlockingSink { ended: ended.clone() });
+        self.submit_to(step.clone(), false, WhenFull::Wait, sink)?;
+        let wait = if spin { Duration::ZERO } else { Duration::from_millis(1) };
+        loop {
+            if let Some(end) = ended.end.lock().expect("no holder panics").take() {
+                return match end.result {
+                    Ok(body) => Ok(Reply { body, route: end.route }),
+                    Err(error) => Err(CallError { error, step }),
+                };
+            }
+            if !self.core.transport().progress(wait) && !spin {
+                // Somebody else makes progress, and wakes this thread when the end is there.
+                let end = ended.end.lock().expect("no holder panics");
+                if end.is_none() {
+                    let waited = ended.there.wait_timeout(end, Duration::from_millis(1));
+                    drop(waited.expect("no holder panics"));
+                }
+            }
+        }
+    }
+
     /// Submits a streaming step: its items arrive one by one, each once and in order, across handovers.
     pub async fn stream(&self, step: Step) -> Result<Streaming, CallError> {
         let mut step = step;
@@ -234,6 +259,26 @@ impl StepSink for ReplySink {
     fn done(self: Box<Self>, end: StepEnd) {
         // Nobody waiting any more is the caller's choice.
         let _ = self.done.send(end);
+    }
+}
+
+/// The end of a step that a thread waits for.
+#[derive(Default)]
+struct Ended {
+    end: Mutex<Option<StepEnd>>,
+    there: Condvar,
+}
+
+struct BlockingSink {
+    ended: Arc<Ended>,
+}
+
+impl StepSink for BlockingSink {
+    fn item(&mut self, _body: Bytes) {}
+
+    fn done(self: Box<Self>, end: StepEnd) {
+        *self.ended.end.lock().expect("no holder panics") = Some(end);
+        self.ended.there.notify_one();
     }
 }
 

@@ -10,12 +10,15 @@ pub mod directory;
 pub mod migration;
 mod node;
 mod serve;
+#[cfg(feature = "testkit")]
+pub mod testkit;
 
 pub use bytes::Bytes;
 pub use call::{CallError, GroupHandle, Pending, Reply, Step, Streaming};
 pub use connex_actors::pipeline;
 pub use connex_actors::{
-    Core, CoreConfig, Endpoint, EndpointFactory, NodeEvent, Place, ReplicaStatus, Standing, StepContext, Wake,
+    Core, CoreConfig, CrashAt, Endpoint, EndpointFactory, NodeEvent, Place, ReplicaStatus, Standing,
+    StepContext, Wake,
 };
 pub use connex_engine as engine;
 pub use connex_protocol as protocol;

@@ -41,6 +41,17 @@ pub trait Hook<M>: Send + Sync {
     fn link(&self, _peer: &Peer, _up: bool, _evidence: Option<Evidence>) {}
 }
 
+/// Which actor of the sending side a test makes panic.
+#[derive(Clone, Debug)]
+pub enum CrashAt {
+    /// The supervisor of all groups.
+    Groups,
+    /// A group's actor.
+    Group(Group),
+    /// The actor of a remote endpoint.
+    Endpoint(Peer),
+}
+
 type Slot<T> = Mutex<Option<T>>;
 
 /// Where each actor can be reached now. An actor that starts puts its own reference here; while it is away its
@@ -126,6 +137,16 @@ impl Doors {
 
     pub(crate) fn ensure_group(&self, cell: &Arc<GroupCell>) {
         ring(&self.group_supervisor, GroupSupervisorMsg::Ensure(cell.clone()));
+    }
+
+    /// Makes an actor of the sending side panic, as a fault that a test injects.
+    pub fn crash(&self, at: CrashAt, why: &str) {
+        let (group, endpoint) = match at {
+            CrashAt::Groups => (None, None),
+            CrashAt::Group(group) => (Some(group), None),
+            CrashAt::Endpoint(peer) => (Some(peer.lid.group().clone()), Some(peer.incarnation)),
+        };
+        ring(&self.group_supervisor, GroupSupervisorMsg::Crash(why.to_owned(), group, endpoint));
     }
 
     pub(crate) fn group_duty(&self, group: &Group) {
