@@ -1,9 +1,13 @@
 //! `cargo xtask`: the project's own commands, from the source tree.
 
+mod figures;
 mod install;
 mod results;
 mod run;
+mod shown;
 mod test;
+
+use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
@@ -24,8 +28,15 @@ enum Verb {
     },
 }
 
-fn main() -> anyhow::Result<()> {
-    match Args::parse().verb {
-        Verb::Test { full } => test::all(full),
+fn main() -> ExitCode {
+    let outcome = match Args::parse().verb {
+        Verb::Test { full } => run::Tree::find().and_then(|tree| test::all(&tree, full)),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
     }
 }

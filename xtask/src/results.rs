@@ -1,39 +1,161 @@
 use std::fmt::Write;
-use std::process::Command;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
-use crate::run::{cargo, output, phase};
+use anyhow::{Context, bail};
+use serde_json::{Map, Value};
 
-/// What the README promises, as commands that anyone can run.
-const SHOWN: [&str; 8] = [
-    "demo --json",
-    "chaos --kills 100 --seed 7 --json",
-    "chaos --kills 5 --seed 7 --plant rerun --json",
-    "chaos --kills 5 --seed 7 --plant lost-state --json",
-    "bench migrate --runs 200 --json",
-    "bench handover --runs 300 --json",
-    "bench step --transport tcp --sizes 64B,16KiB,1MiB --inflight 1,8,32 --json",
-    "bench endpoints --count 10000 --json",
-];
+use crate::figures::tables;
+use crate::run::{Tree, clock, heard, output, phase, run, show};
+use crate::shown::{SHOWN, Shown};
 
-/// Runs every command of the list and writes what it printed to `docs/results.md`, failures too.
-pub(crate) fn measure() -> anyhow::Result<()> {
+/// Runs every command of the list and writes what it printed to `docs/results.md`, failures too. It fails if one of
+/// them does not hold.
+pub(crate) fn measure(tree: &Tree, tests: &str) -> anyhow::Result<()> {
     phase("the figures");
-    let commit = output(Command::new("git").args(["rev-parse", "--short", "HEAD"]))?;
-    let date = output(Command::new("date").args(["-u", "+%Y-%m-%d"]))?;
-    let mut page = format!(
-        "# Results\n\nMeasured at commit {} on {}, by `cargo xtask test --full`. Absolute figures depend on the \
-         machine: compare within one run only.\n",
-        commit.trim(),
-        date.trim()
-    );
-    for shown in SHOWN {
-        let mut command = cargo();
-        command.args(["run", "--release", "--locked", "-q", "-p", "connex-cli", "--"]);
-        command.args(shown.split(' '));
-        println!("-- connex {shown}");
-        let text = output(&mut command).unwrap_or_else(|error| format!("{error:#}"));
-        writeln!(page, "\n## `connex {shown}`\n\n```json\n{}\n```", text.trim())?;
+    let mut page = head(tree, tests)?;
+    let cold = cold_build(tree);
+    // Built as its users build it: with the tests' features the figures would be another program's.
+    run(&mut tree.cargo(&["build", "--release", "--locked", "-p", "connex-cli"]))?;
+    let measured: Vec<(&Shown, Measured)> =
+        SHOWN.iter().map(|shown| (shown, Measured::take(tree, shown))).collect();
+
+    page.push_str("| command | what it shows | holds | took |\n| --- | --- | --- | --- |\n");
+    for (shown, measured) in &measured {
+        let holds = if measured.answer.is_ok() { "yes" } else { "**no**" };
+        let took = clock(measured.took);
+        writeln!(page, "| `connex {}` | {} | {holds} | {took} min |", shown.args, shown.shows)?;
     }
-    std::fs::write("docs/results.md", page)?;
+    writeln!(page, "\n## The first build\n")?;
+    match cold {
+        Ok((took, crates)) => writeln!(
+            page,
+            "`cargo build --release` in a fresh clone: {} min, {crates} crates (sources already downloaded).",
+            clock(took)
+        )?,
+        Err(error) => writeln!(page, "skipped: a fresh clone could not be built ({error:#}).")?,
+    }
+    for (shown, measured) in &measured {
+        writeln!(page, "\n## `connex {}`\n", shown.args)?;
+        match &measured.answer {
+            Ok(answer) => writeln!(page, "{}", tables(answer))?,
+            Err(why) => writeln!(page, "It does not hold: {why:#}.\n")?,
+        }
+        writeln!(page, "```json\n{}\n```", measured.raw.trim())?;
+    }
+    let path = tree.root.join("docs/results.md");
+    std::fs::write(&path, page).with_context(|| format!("writing {}", path.display()))?;
+    println!("-- written to docs/results.md");
+    let missed: Vec<&str> =
+        measured.iter().filter(|(_, m)| m.answer.is_err()).map(|(shown, _)| shown.args).collect();
+    if !missed.is_empty() {
+        bail!("these do not hold: connex {}", missed.join("; connex "));
+    }
     Ok(())
+}
+
+/// What a command printed, and whether what it shows holds.
+struct Measured {
+    raw: String,
+    answer: anyhow::Result<Map<String, Value>>,
+    took: Duration,
+}
+
+impl Measured {
+    fn take(tree: &Tree, shown: &Shown) -> Self {
+        let mut command = tree.command(tree.connex());
+        command.args(shown.args.split(' ')).stderr(Stdio::inherit());
+        println!("-- {}", show(&command));
+        let start = Instant::now();
+        let output = command.output();
+        let took = start.elapsed();
+        match output {
+            Ok(output) => {
+                let raw = String::from_utf8_lossy(&output.stdout).into_owned();
+                let answer = if output.status.success() {
+                    one_object(&raw)
+                } else {
+                    Err(anyhow::anyhow!("it ended with {}", output.status))
+                };
+                Measured { raw, answer, took }
+            }
+            Err(error) => Measured { raw: String::new(), answer: Err(error.into()), took },
+        }
+    }
+}
+
+/// The one JSON object that is all of `text`.
+fn one_object(text: &str) -> anyhow::Result<Map<String, Value>> {
+    serde_json::from_str(text).context("it did not print exactly one JSON object")
+}
+
+fn head(tree: &Tree, tests: &str) -> anyhow::Result<String> {
+    let ask = |program: &str, args: &[&str]| {
+        let answer = output(tree.command(program).args(args)).unwrap_or_default();
+        answer.trim().to_owned()
+    };
+    let commit = match ask("git", &["rev-parse", "--short", "HEAD"]) {
+        none if none.is_empty() => "unknown".to_owned(),
+        commit if ask("git", &["status", "--porcelain"]).is_empty() => commit,
+        commit => format!("{commit} with changes"),
+    };
+    let mut page = format!(
+        "# Results\n\nMeasured at commit {commit} on {}, by `cargo xtask test --full`, on {}. Absolute figures depend \
+         on the machine: compare within one run only.\n\n",
+        ask("date", &["-u", "+%Y-%m-%d"]),
+        machine()
+    );
+    writeln!(page, "Tests, with full counts: `{tests}`\n")?;
+    Ok(page)
+}
+
+/// The machine in words, as far as it tells.
+fn machine() -> String {
+    let cores = std::thread::available_parallelism().map_or(0, usize::from);
+    let info = |path: &str, name: &str| {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let line = text.lines().find(|line| line.starts_with(name))?.to_owned();
+        line.split_once(':').map(|(_, value)| value.trim().to_owned())
+    };
+    let cpu = info("/proc/cpuinfo", "model name").unwrap_or_else(|| std::env::consts::ARCH.to_owned());
+    let memory = info("/proc/meminfo", "MemTotal")
+        .and_then(|memory| memory.split(' ').next()?.parse::<u64>().ok())
+        .map_or_else(String::new, |kib| format!(", {} GiB", kib.div_ceil(1024 * 1024)));
+    format!("{cores} cores ({cpu}){memory}, {}", std::env::consts::OS)
+}
+
+/// Builds the binary in a fresh clone: how long it took, and how many crates were compiled.
+fn cold_build(tree: &Tree) -> anyhow::Result<(Duration, usize)> {
+    phase("the first build, in a fresh clone");
+    let folder = tree.target.join("fresh-clone");
+    let clean = || match std::fs::remove_dir_all(&folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    };
+    clean().with_context(|| format!("clearing {}", folder.display()))?;
+    run(tree.command("git").args(["clone", "--quiet", "."]).arg(&folder))?;
+    let mut build = tree.cargo(&["build", "--release", "--locked"]);
+    build.current_dir(&folder).env("CARGO_TARGET_DIR", folder.join("target"));
+    let (mut crates, start) = (0, Instant::now());
+    let status =
+        heard(&mut build, |line| crates += usize::from(line.trim_start().starts_with("Compiling ")))?;
+    let took = start.elapsed();
+    clean()?;
+    if !status.success() {
+        bail!("{}: {status}", show(&build));
+    }
+    Ok((took, crates))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_single_json_object_counts_as_an_answer() {
+        assert_eq!(one_object("{\"a\":1}\n").expect("it is one").len(), 1);
+        for bad in ["", "[1]", "{}{}", "progress\n{}", "{\"a\":"] {
+            assert!(one_object(bad).is_err(), "{bad:?}");
+        }
+    }
 }
