@@ -141,6 +141,9 @@ impl Driver {
             self.call(shared, event);
         }
         self.run_commands(shared);
+        if self.closing.is_some() && self.stop_if_closed(shared, Instant::now()) {
+            return true;
+        }
         let idle = self.handled == before && self.ready.is_empty();
         self.wait(shared, if idle { wait } else { Some(Duration::ZERO) });
         for _ in 0..self.ready.len() {

@@ -119,7 +119,12 @@ pub(super) fn spawn(shared: &Arc<Shared>) -> io::Result<()> {
     let generation = shared.lead.generation.fetch_add(1, Ordering::SeqCst) + 1;
     let own = shared.clone();
     let handle = thread::Builder::new().name("connex-tcp".into()).spawn(move || run(&own, generation))?;
-    *shared.lead.native.lock().expect("nothing under this lock panics") = Some(handle.thread().clone());
+    let earlier =
+        shared.lead.native.lock().expect("nothing under this lock panics").replace(handle.thread().clone());
+    if let Some(earlier) = earlier {
+        // It may be parked without a limit; it sees that it is not the one any more, and ends.
+        earlier.unpark();
+    }
     Ok(())
 }
 

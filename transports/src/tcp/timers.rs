@@ -27,13 +27,18 @@ impl Driver {
         if shared.first_deadline.load(Ordering::SeqCst) <= shared.nanos(now) {
             self.expire_operations(shared, now);
         }
-        let lingering =
-            |driver: &Driver| driver.conns.values().any(|conn| matches!(conn.phase, Phase::Lingering));
-        if let Some((until, _)) = &self.closing
-            && (*until <= now || !lingering(self))
-        {
-            shared.lead.stop();
+        self.stop_if_closed(shared, now);
+    }
+
+    /// Ends the transport once every peer has closed too, or has had its time for it; whether it does.
+    pub(super) fn stop_if_closed(&mut self, shared: &Shared, now: Instant) -> bool {
+        let Some((until, _)) = &self.closing else { return false };
+        let lingers = self.conns.values().any(|conn| matches!(conn.phase, Phase::Lingering));
+        if lingers && now < *until {
+            return false;
         }
+        shared.lead.stop();
+        true
     }
 
     fn expire_conns(&mut self, shared: &Shared, now: Instant) {

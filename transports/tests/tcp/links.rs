@@ -5,12 +5,14 @@ use std::io::Write;
 use std::net::{Shutdown, TcpListener};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use connex_protocol::wire::hello::{Lane, Opening, Reject};
-use connex_protocol::wire::{self, Control, Frame};
+use connex_protocol::wire::{self, Control, Frame, RegionKey};
 use connex_protocol::{Address, Evidence, Incarnation};
 use connex_transport::conformance::{PATIENCE, block_on, fresh_incarnation, identity, pattern};
-use connex_transport::{ConnectError, Op, StartError, TcpConfig, TcpTransport, Transport};
+use connex_transport::{
+    ConnectError, Op, OpId, RefusedWhy, RegionSlice, StartError, TcpConfig, TcpTransport, Transport,
+};
 
 use crate::raw::{
     Raw, Real, assert_ended, connect, control, hello_of, impatient, read_frame, read_opening, tcp,
@@ -332,4 +334,21 @@ fn an_idle_transport_wakes_nobody() {
     let woken = real.transport.wakeups() - before;
     assert!(woken <= 1, "woken {woken} times");
     real.still_serves();
+}
+
+/// F28: what is larger than an operation may be is refused as such, and comes back.
+#[test]
+fn an_operation_above_the_limit_is_refused() {
+    let real = Real::start();
+    let raw = Raw::dial(&real, fresh_incarnation(), 1);
+    for len in [(1u64 << 31) - 1, 1 << 31, (1 << 32) + 17, u64::MAX] {
+        let key = RegionKey { owner: raw.life, id: 1 };
+        let from = RegionSlice { key, offset: 0, len };
+        let into = BytesMut::from(&b"mine"[..]);
+        let (to, deadline) = (raw.life, Duration::from_secs(1));
+        let read = Op::Read { id: OpId(1), to, from, seal: None, crc: None, into, deadline };
+        let refused = real.transport.post(read).unwrap_err();
+        assert_eq!(refused.why, RefusedWhy::TooLarge, "{len} bytes");
+        assert!(matches!(refused.op, Op::Read { into, .. } if into == b"mine"[..]));
+    }
 }
