@@ -3,10 +3,13 @@ use alloc::string::ToString;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use super::registration::{Grant, Registrant, Registration, Told};
+use super::registration::{Grant, Registrant, Registration, TTL_MAX, TTL_MIN, Told};
 use super::routes::{Heard, RouteCache};
 use crate::wire::directory::{Change, Message, Refusal, Request, Response, Route, Seen};
 use crate::{Epoch, Evidence, Incarnation, Instant, LogicalId, Machine};
+
+/// A directory's lease, until it says how long that is.
+const TTL_UNKNOWN: Duration = Duration::from_secs(2);
 
 /// A client's habits and limits.
 #[derive(Clone, Debug)]
@@ -19,8 +22,6 @@ pub struct ClientConfig {
     pub backoff: Duration,
     /// The longest pause.
     pub backoff_max: Duration,
-    /// How often a client that has nothing else to ask makes sure that its link still works and that it missed nothing.
-    pub check_every: Duration,
     /// Routes at most; a directory that names more is not believed.
     pub routes_max: usize,
     /// Reports and requests to drain that wait for the directory at most.
@@ -34,7 +35,6 @@ impl Default for ClientConfig {
             connect_within: Duration::from_secs(5),
             backoff: Duration::from_millis(20),
             backoff_max: Duration::from_millis(500),
-            check_every: Duration::from_secs(2),
             routes_max: 200_000,
             commands_max: 1024,
         }
@@ -152,8 +152,10 @@ pub struct Client {
     cache: RouteCache,
     /// When to ask for a watch again that was refused.
     watch_at: Option<Instant>,
-    /// When to watch on, for no other reason than to hear an answer.
+    /// When to watch on for no other reason than to hear an answer, and to be heard.
     check_at: Option<Instant>,
+    /// The directory's lease.
+    ttl: Duration,
     registration: Option<Registration>,
     outputs: VecDeque<ClientOutput>,
 }
@@ -174,6 +176,7 @@ impl Client {
             boot: 0,
             watch_at: None,
             check_at: None,
+            ttl: TTL_UNKNOWN,
             registration: registrant.map(Registration::new),
             outputs: VecDeque::new(),
         }
@@ -301,7 +304,7 @@ impl Client {
                 let Some((sent, asked)) = self.asked.remove(&id) else { return };
                 self.boot = self.boot.max(boot);
                 self.on_back(now);
-                self.check_at = Some(now + jitter(&mut self.random, self.config.check_every));
+                self.check_at = Some(now + jitter(&mut self.random, self.ttl * 3 / 8));
                 let gap = !matches!(asked, Asked::Watch) && !self.cache.is_at(life, revision);
                 self.on_response(now, Answer { sent, life }, asked, response);
                 // A watcher has been sent everything up to the revision of an answer.
@@ -315,7 +318,7 @@ impl Client {
 
     /// For how long a route is believed that a restarted directory has not named.
     fn grace(&self) -> Duration {
-        self.registration.as_ref().map_or(Duration::from_secs(2), |registration| registration.ttl) * 2
+        self.ttl * 2
     }
 
     fn on_back(&mut self, now: Instant) {
@@ -351,7 +354,8 @@ impl Client {
 
     fn on_response(&mut self, now: Instant, answer: Answer, asked: Asked, response: Response) {
         match (asked, response) {
-            (Asked::Watch, Response::Watching) => {
+            (Asked::Watch, Response::Watching { ttl_ms }) => {
+                self.ttl = Duration::from_millis(ttl_ms).clamp(TTL_MIN, TTL_MAX);
                 // The link is of use: the next one that fails starts with a short pause.
                 self.backoff = self.config.backoff;
                 self.outputs.push_back(ClientOutput::Watching);

@@ -5,8 +5,8 @@ use crate::wire::directory::{Change, Last, Refusal, Request, Route};
 use crate::{Address, Epoch, Incarnation, Instant, LogicalId, Machine};
 
 /// Leases outside these bounds are a directory's mistake; they are taken as the nearer bound.
-const TTL_MIN: Duration = Duration::from_millis(20);
-const TTL_MAX: Duration = Duration::from_secs(3600);
+pub(super) const TTL_MIN: Duration = Duration::from_millis(20);
+pub(super) const TTL_MAX: Duration = Duration::from_secs(3600);
 
 /// The identity that a client registers.
 #[derive(Clone, Debug)]
@@ -78,7 +78,7 @@ pub(super) struct Registration {
     life: Option<Incarnation>,
     /// It did so over the present link: it knows this life, and a renewal is enough.
     granted_here: bool,
-    pub(super) ttl: Duration,
+    ttl: Duration,
     /// When to register or to renew next; `None` while an answer is awaited.
     pub(super) due: Option<Instant>,
     ready: bool,

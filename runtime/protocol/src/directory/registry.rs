@@ -93,7 +93,9 @@ pub enum RegistryOutput {
 /// | free | somebody new | settling until one lease has passed and while a former holder is awaited; then granted |
 ///
 /// A registry that was stopped, or starved of its processor, for longer than a quarter of a lease could hear no
-/// renewal: it excuses every holder for a whole lease, and evicts nobody for its own silence.
+/// renewal: it excuses every holder for a whole lease. One that is cut off from everybody hears nobody at all, though
+/// each client that is linked says something more than twice a lease: it evicts nobody until it hears somebody again, and then
+/// excuses every holder likewise. So nobody is evicted for the directory's own deafness.
 pub struct Registry {
     config: RegistryConfig,
     life: Incarnation,
@@ -109,6 +111,8 @@ pub struct Registry {
     awaited: BTreeMap<LogicalId, Epoch>,
     settled_at: Instant,
     ran_at: Instant,
+    /// When somebody was heard.
+    heard_at: Instant,
 }
 
 impl Registry {
@@ -127,6 +131,7 @@ impl Registry {
             over_order: Default::default(),
             awaited: BTreeMap::new(),
             ran_at: now,
+            heard_at: now,
         }
     }
 
@@ -428,7 +433,7 @@ impl Registry {
         }
         let after = after.filter(|seen| seen.life == self.life).map(|seen| seen.revision);
         self.fanout.watch(from, after);
-        Response::Watching
+        Response::Watching { ttl_ms: self.config.ttl.as_millis() as u64 }
     }
 
     /// Changes a route and tells of it, if that is news.
@@ -476,11 +481,25 @@ impl Registry {
         }
     }
 
-    fn pass(&mut self, now: Instant) {
+    /// Nobody was heard for so long that it must be this registry that does not hear: each client says something
+    /// every three eighths of a lease at least, and a holder's lease has two thirds left when it is last heard.
+    fn is_deaf(&self, now: Instant) -> bool {
+        now.since(self.heard_at) > self.config.ttl / 2
+    }
+
+    /// Time has passed, and somebody is heard now or not.
+    fn pass(&mut self, now: Instant, heard: bool) {
         let stall = now.since(self.ran_at);
         self.ran_at = now;
-        if stall > self.config.ttl / 4 {
+        let was_deaf = self.is_deaf(now);
+        if heard {
+            self.heard_at = now;
+        }
+        if stall > self.config.ttl / 4 || (was_deaf && heard) {
             self.entries.excuse(now, self.config.ttl);
+        }
+        if self.is_deaf(now) {
+            return;
         }
         while let Some(lid) = self.entries.due(now) {
             let entry = self.entries.get(&lid).expect("what is due is there");
@@ -513,7 +532,7 @@ impl Machine for Registry {
     type Output = RegistryOutput;
 
     fn handle(&mut self, now: Instant, input: RegistryInput) {
-        self.pass(now);
+        self.pass(now, matches!(input, RegistryInput::Message { .. }));
         match input {
             RegistryInput::Message { from, message: Message::Request { id, request } } => {
                 self.on_request(now, from, id, request);
@@ -535,6 +554,9 @@ impl Machine for Registry {
 
     /// The next end of a lease, and often enough to tell a stall from silence.
     fn deadline(&self) -> Option<Instant> {
+        if self.is_deaf(self.ran_at) {
+            return None;
+        }
         let check = self.ran_at + self.config.ttl / 8;
         self.entries.deadline().map(|at| at.min(check))
     }

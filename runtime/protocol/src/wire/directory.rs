@@ -170,7 +170,10 @@ pub enum Response {
         last: bool,
     },
     /// The watch has begun; what was missed was sent before this.
-    Watching,
+    Watching {
+        /// The directory's lease, in milliseconds: it wants to hear from each client more than twice in it.
+        ttl_ms: u64,
+    },
     /// Refused, and why.
     Refused(Refusal),
 }

@@ -177,6 +177,28 @@ fn what_was_said_while_the_directory_was_away_reaches_it_when_it_is_back() {
 }
 
 #[test]
+fn a_directory_that_is_cut_off_from_everybody_evicts_nobody() {
+    let mut world = World::settled(13, NODES);
+    for node in &mut world.nodes {
+        node.cut = true;
+    }
+    world.run(3 * TTL_MS);
+    nobody_noticed(&world);
+    assert_eq!(world.registered().len(), NODES as usize);
+    for node in &mut world.nodes {
+        node.cut = false;
+    }
+    world.run(3 * TTL_MS);
+    nobody_noticed(&world);
+    assert!(world.is_settled());
+    // One that is cut off alone is evicted as ever.
+    world.nodes[0].cut = true;
+    world.run_until(2 * TTL_MS, |world| !world.registered().contains_key(&lid(0)));
+    world.nodes[0].cut = false;
+    world.run_until(2 * TTL_MS, |world| world.nodes[0].lost());
+}
+
+#[test]
 fn a_cut_link_is_noticed_by_unanswered_renewals_and_made_anew() {
     let mut world = World::settled(12, 3);
     world.nodes[0].cut = true;

@@ -25,6 +25,16 @@ impl Asking {
         let end = self.now + by;
         while let Some(at) = self.registry.deadline().filter(|at| *at <= end) {
             self.now = at.max(self.now);
+            // Somebody else is always heard, so that the registry knows that it hears.
+            self.ask(life(77), Request::Resolve { group: None });
+        }
+        self.now = end;
+    }
+
+    fn deaf(&mut self, by: Duration) {
+        let end = self.now + by;
+        while let Some(at) = self.registry.deadline().filter(|at| *at <= end) {
+            self.now = at.max(self.now);
             self.registry.handle(self.now, RegistryInput::Tick);
             while self.registry.poll().is_some() {}
         }
@@ -141,6 +151,22 @@ fn a_zombies_requests_are_fenced_at_the_registry() {
     assert!(matches!(refused(asking.ask(zombie, drain)), Refusal::Unknown { .. }));
     let route = asking.registry.routes().next().unwrap();
     assert_eq!((route.incarnation, route.ready, route.draining), (successor, true, false));
+}
+
+#[test]
+fn a_directory_that_hears_nobody_at_all_evicts_nobody_until_it_does_and_then_after_a_lease() {
+    let mut asking = Asking::new(true);
+    let epoch = asking.granted(life(1), None);
+    asking.pass(TTL / 3);
+    asking.deaf(TTL * 5);
+    assert!(matches!(refused(asking.register(life(2), None)), Refusal::Held { .. }));
+    asking.pass(TTL / 2);
+    let renew = Request::Renew { lid: lid(0), epoch, ready: true };
+    assert!(matches!(asking.ask(life(1), renew), Response::Granted { .. }));
+    asking.deaf(TTL * 5);
+    assert!(matches!(refused(asking.register(life(2), None)), Refusal::Held { .. }));
+    asking.pass(TTL);
+    asking.granted(life(2), None);
 }
 
 #[test]
