@@ -1,35 +1,49 @@
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use connex_engine::{Batch, Engine, EngineError, EngineInfo, RequestId, Row, Watch};
 use connex_protocol::StepId;
 
 use crate::LoadError;
 use crate::file::{ModelFile, ModelInfo};
-use crate::kernel::{Rope, argmax, attend, gate, rms_norm, rotate};
-use crate::weights::{Layer, Matrix};
+use crate::kernel::{self, Heads, Rope, rms_norm};
+use crate::weights::{Input, Layer, Matrix};
 
-/// The keys and values of one request, per layer: `kv_heads * head` numbers a token.
+/// Tokens of a long prefill after whose attention the watch is called again.
+const WATCH_TOKENS: usize = 32;
+
+/// The keys and values of one request in one layer, token after token.
+#[derive(Default)]
+struct LayerCache {
+    keys: Vec<f32>,
+    values: Vec<f32>,
+}
+
+/// What is cached of one request.
 #[derive(Default)]
 struct Cache {
     tokens: u32,
-    layers: Vec<(Vec<f32>, Vec<f32>)>,
+    layers: Vec<LayerCache>,
 }
 
 /// A range of a llama's layers, with the cache of every request that it serves.
+///
+/// It computes on the thread that calls it and starts none.
 pub struct LlamaEngine {
     model: ModelInfo,
     info: EngineInfo,
-    embedding: Option<Matrix>,
+    embedding: Option<Arc<Matrix>>,
     layers: Vec<Layer>,
-    head: Option<(Vec<f32>, Matrix)>,
+    head: Option<(Vec<f32>, Arc<Matrix>)>,
     rope: Rope,
     caches: HashMap<RequestId, Cache>,
 }
 
 impl LlamaEngine {
-    /// Loads these layers of a model; all of them without a range.
+    /// Loads these layers of a model; all of them without a range. Only their weights are read and kept, with the
+    /// embedding for the first layer and the norm and head for the last.
     pub fn load(path: &Path, layers: Option<Range<u32>>) -> Result<Self, LoadError> {
         let mut file = ModelFile::open(path)?;
         let model = file.info.clone();
@@ -37,34 +51,39 @@ impl LlamaEngine {
         if asked.is_empty() || asked.end > model.layers {
             return Err(LoadError::Layers { asked, layers: model.layers });
         }
-        let (vocabulary, hidden) = (model.vocabulary as usize, model.hidden);
-        let embedding = match asked.start {
-            0 => Some(Matrix::load(&mut file, "token_embd.weight", vocabulary, hidden)?),
-            _ => None,
-        };
-        let mut loaded = Vec::new();
-        for number in asked.clone() {
-            loaded.push(Layer::load(&mut file, number)?);
-        }
-        let head = if asked.end == model.layers {
-            let norm = file.tensor("output_norm.weight", hidden)?;
-            // A model without a head of its own shares the embedding's numbers.
-            let name = if file.has("output.weight") { "output.weight" } else { "token_embd.weight" };
-            Some((norm, Matrix::load(&mut file, name, vocabulary, hidden)?))
-        } else {
-            None
-        };
         let info = EngineInfo {
             model: model.name.clone(),
-            layers: asked,
+            layers: asked.clone(),
             layers_total: model.layers,
-            width: hidden as u32 * 4,
+            width: model.hidden as u32 * 4,
             context_max: model.context,
             stop_tokens: model.stop_tokens.clone(),
             vocabulary: model.vocabulary,
         };
+        let mut embeddings =
+            |name: &str| Matrix::load(&mut file, name, model.vocabulary as usize, model.hidden).map(Arc::new);
+        let embedding = info.is_first().then(|| embeddings("token_embd.weight")).transpose()?;
+        let head = match (info.is_last(), file.has("output.weight")) {
+            (false, _) => None,
+            (true, true) => Some(load_head(&mut file, "output.weight")?),
+            // A model without a head of its own uses the embedding's numbers, which a single stage has already.
+            (true, false) => match &embedding {
+                Some(embedding) => {
+                    Some((file.tensor("output_norm.weight", &[model.hidden])?, embedding.clone()))
+                }
+                None => Some(load_head(&mut file, "token_embd.weight")?),
+            },
+        };
+        let layers = asked.map(|number| Layer::load(&mut file, number)).collect::<Result<_, _>>()?;
         let rope = Rope::new(model.head, model.rope_base);
-        Ok(LlamaEngine { model, info, embedding, layers: loaded, head, rope, caches: HashMap::new() })
+        Ok(LlamaEngine { model, info, embedding, layers, head, rope, caches: HashMap::new() })
+    }
+
+    /// Lets a request hold fewer tokens than the model could: the cache of a full context is large, see
+    /// [`ModelInfo::cache_bytes_per_token`]. All stages of a deployment need the same limit.
+    pub fn with_context_max(mut self, tokens: u32) -> Self {
+        self.info.context_max = self.info.context_max.min(tokens.max(1));
+        self
     }
 
     /// The logits after each sampled row of a batch, for comparisons; only the last stage has them.
@@ -75,12 +94,34 @@ impl LlamaEngine {
         watch: &dyn Watch,
     ) -> Result<Vec<Vec<f32>>, EngineError> {
         let hidden = self.compute(batch, input, watch)?;
-        self.sampled(batch, &hidden)
+        Ok(self.sampled(batch, &hidden))
+    }
+
+    /// Refuses a batch that can't be computed, before it has touched any state.
+    fn check(&self, batch: &Batch) -> Result<(), EngineError> {
+        let mut requests = HashSet::with_capacity(batch.rows.len());
+        for row in &batch.rows {
+            let needed = row.context.saturating_add(row.tokens);
+            if needed > self.info.context_max {
+                return Err(EngineError::Context { needed, max: self.info.context_max });
+            }
+            let wrong = if row.tokens == 0 {
+                "a row has no tokens"
+            } else if row.context > self.held(row.request) {
+                "a row's context is longer than what is held"
+            } else if !requests.insert(row.request) {
+                "a request appears twice in a batch"
+            } else {
+                continue;
+            };
+            return Err(EngineError::Failed(wrong.into()));
+        }
+        Ok(())
     }
 
     fn read_input(&self, batch: &Batch, input: &[u8]) -> Result<Vec<f32>, EngineError> {
         let width = if self.info.is_first() { 4 } else { self.info.width as usize };
-        let expected = batch.tokens() * width;
+        let expected = batch.tokens().saturating_mul(width);
         if input.len() != expected {
             return Err(EngineError::Input { found: input.len(), expected });
         }
@@ -101,28 +142,25 @@ impl LlamaEngine {
         Ok(hidden)
     }
 
-    /// Runs the layers; returns the activations of every token of the batch.
+    /// Runs the layers; returns the activations of every token of the batch. If it is cancelled, each row's request
+    /// holds exactly its context, as before.
     fn compute(&mut self, batch: &Batch, input: &[u8], watch: &dyn Watch) -> Result<Vec<f32>, EngineError> {
         let mut hidden = self.read_input(batch, input)?;
-        for row in &batch.rows {
-            let needed = row.context + row.tokens;
-            if needed > self.info.context_max {
-                return Err(EngineError::Context { needed, max: self.info.context_max });
-            }
-            self.cut(row);
+        self.check(batch)?;
+        batch.rows.iter().for_each(|row| self.cut(row));
+        let mut angles = Vec::with_capacity(batch.tokens() * self.model.head / 2);
+        for position in batch.rows.iter().flat_map(|row| row.context..row.context + row.tokens) {
+            self.rope.at(position, &mut angles);
         }
-        let angles: Vec<Vec<(f32, f32)>> = batch
-            .rows
-            .iter()
-            .flat_map(|row| row.context..row.context + row.tokens)
-            .map(|position| self.rope.at(position))
-            .collect();
         for number in 0..self.layers.len() {
-            if watch.cancelled() {
-                return Err(EngineError::Cancelled);
-            }
-            self.layer(number, batch, &angles, &mut hidden)?;
+            self.attention(number, batch, &angles, &mut hidden, watch)?;
+            self.feed_forward(number, &mut hidden);
             watch.progress();
+        }
+        // The products take what is no number for 0, so only the sums along the layers tell that it was there.
+        if hidden.iter().any(|number| !number.is_finite()) {
+            let why = "the activations are not finite: they or the weights are damaged";
+            return Err(EngineError::Failed(why.into()));
         }
         for row in &batch.rows {
             if let Some(cache) = self.caches.get_mut(&row.request) {
@@ -134,78 +172,96 @@ impl LlamaEngine {
 
     /// Drops what is cached beyond a row's context.
     fn cut(&mut self, row: &Row) {
-        let kv = self.model.kv_heads * self.model.head;
-        let layers = self.layers.len();
+        let keep = row.context as usize * self.model.kv_heads * self.model.head;
         let cache = self.caches.entry(row.request).or_default();
-        cache.layers.resize_with(layers, Default::default);
-        for (keys, values) in &mut cache.layers {
-            keys.truncate(row.context as usize * kv);
-            values.truncate(row.context as usize * kv);
+        cache.layers.resize_with(self.layers.len(), Default::default);
+        for layer in &mut cache.layers {
+            layer.keys.truncate(keep);
+            layer.values.truncate(keep);
         }
         cache.tokens = row.context;
     }
 
-    fn layer(
+    fn norm(&self, hidden: &[f32], weight: &[f32]) -> Input {
+        let mut normed = Vec::with_capacity(hidden.len());
+        for token in hidden.chunks_exact(self.model.hidden) {
+            rms_norm(token, weight, self.model.epsilon, &mut normed);
+        }
+        Input::new(normed, self.model.hidden)
+    }
+
+    fn attention(
         &mut self,
         number: usize,
         batch: &Batch,
-        angles: &[Vec<(f32, f32)>],
+        angles: &[(f32, f32)],
         hidden: &mut [f32],
+        watch: &dyn Watch,
     ) -> Result<(), EngineError> {
         let layer = &self.layers[number];
-        let (width, head, kv_heads) = (self.model.hidden, self.model.head, self.model.kv_heads);
-        let (kv, epsilon) = (kv_heads * head, self.model.epsilon);
-        let mut normed = Vec::with_capacity(hidden.len());
-        for token in hidden.chunks_exact(width) {
-            rms_norm(token, &layer.attention_norm, epsilon, &mut normed);
-        }
-        let mut queries = layer.query.product(&normed)?;
-        let mut keys = layer.key.product(&normed)?;
-        let values = layer.value.product(&normed)?;
-        for (token, angles) in angles.iter().enumerate() {
-            rotate(&mut queries[token * width..(token + 1) * width], angles);
-            rotate(&mut keys[token * kv..(token + 1) * kv], angles);
-        }
+        let (width, head) = (self.model.hidden, self.model.head);
+        let kv = self.model.kv_heads * head;
+        let heads = Heads { width: head, share: self.model.heads / self.model.kv_heads, cached: kv };
+        let normed = self.norm(hidden, &layer.attention_norm);
+        let (mut queries, mut keys) = (layer.query.product(&normed), layer.key.product(&normed));
+        let values = layer.value.product(&normed);
         let mut attended = Vec::with_capacity(hidden.len());
+        let mut scores = Vec::new();
         let mut token = 0;
         for row in &batch.rows {
             let cache = self.caches.get_mut(&row.request).expect("every row's cache was cut to its context");
-            let (cached_keys, cached_values) = &mut cache.layers[number];
-            for at in 0..row.tokens as usize {
-                cached_keys.extend_from_slice(&keys[token * kv..(token + 1) * kv]);
-                cached_values.extend_from_slice(&values[token * kv..(token + 1) * kv]);
-                let seen = row.context as usize + at + 1;
-                let query = &queries[token * width..(token + 1) * width];
-                attend(query, cached_keys, cached_values, seen, head, kv_heads, &mut attended);
+            let cached = &mut cache.layers[number];
+            for _ in 0..row.tokens {
+                if token % WATCH_TOKENS == 0 {
+                    if watch.cancelled() {
+                        return Err(EngineError::Cancelled);
+                    }
+                    watch.progress();
+                }
+                let angles = &angles[token * head / 2..(token + 1) * head / 2];
+                let query = &mut queries[token * width..(token + 1) * width];
+                let key = &mut keys[token * kv..(token + 1) * kv];
+                kernel::rotate(query, angles);
+                kernel::rotate(key, angles);
+                cached.keys.extend_from_slice(key);
+                cached.values.extend_from_slice(&values[token * kv..(token + 1) * kv]);
+                kernel::attend(heads, query, &cached.keys, &cached.values, &mut scores, &mut attended);
                 token += 1;
             }
         }
-        add(hidden, &layer.output.product(&attended)?);
-        normed.clear();
-        for token in hidden.chunks_exact(width) {
-            rms_norm(token, &layer.feed_norm, epsilon, &mut normed);
-        }
-        let mut gates = layer.gate.product(&normed)?;
-        gate(&mut gates, &layer.up.product(&normed)?);
-        add(hidden, &layer.down.product(&gates)?);
+        add(hidden, &layer.output.product(&Input::new(attended, width)));
         Ok(())
     }
 
+    fn feed_forward(&self, number: usize, hidden: &mut [f32]) {
+        let layer = &self.layers[number];
+        let normed = self.norm(hidden, &layer.feed_norm);
+        let mut gates = layer.gate.product(&normed);
+        kernel::gate(&mut gates, &layer.up.product(&normed));
+        add(hidden, &layer.down.product(&Input::new(gates, self.model.feed_forward)));
+    }
+
     /// The logits after the last token of each sampled row.
-    fn sampled(&self, batch: &Batch, hidden: &[f32]) -> Result<Vec<Vec<f32>>, EngineError> {
-        let Some((norm, head)) = &self.head else { return Ok(Vec::new()) };
+    fn sampled(&self, batch: &Batch, hidden: &[f32]) -> Vec<Vec<f32>> {
+        let Some((norm, head)) = &self.head else { return Vec::new() };
         let width = self.model.hidden;
-        let mut normed = Vec::new();
+        let mut last = Vec::with_capacity(batch.samples() * width);
         let mut end = 0;
         for row in &batch.rows {
-            end += row.tokens as usize;
+            end += row.tokens as usize * width;
             if row.sample {
-                rms_norm(&hidden[(end - 1) * width..end * width], norm, self.model.epsilon, &mut normed);
+                last.extend_from_slice(&hidden[end - width..end]);
             }
         }
-        let logits = head.product(&normed)?;
-        Ok(logits.chunks_exact(self.model.vocabulary as usize).map(<[f32]>::to_vec).collect())
+        let logits = head.product(&self.norm(&last, norm));
+        logits.chunks_exact(self.model.vocabulary as usize).map(<[f32]>::to_vec).collect()
     }
+}
+
+fn load_head(file: &mut ModelFile, name: &str) -> Result<(Vec<f32>, Arc<Matrix>), LoadError> {
+    let (vocabulary, hidden) = (file.info.vocabulary as usize, file.info.hidden);
+    let norm = file.tensor("output_norm.weight", &[hidden])?;
+    Ok((norm, Arc::new(Matrix::load(file, name, vocabulary, hidden)?)))
 }
 
 fn add(hidden: &mut [f32], more: &[f32]) {
@@ -232,12 +288,19 @@ impl Engine for LlamaEngine {
         watch: &dyn Watch,
     ) -> Result<(), EngineError> {
         let hidden = self.compute(batch, input, watch)?;
-        if self.info.is_last() {
-            for logits in self.sampled(batch, &hidden)? {
-                output.extend_from_slice(&argmax(&logits).to_le_bytes());
-            }
-        } else {
+        if !self.info.is_last() {
+            output.reserve(hidden.len() * 4);
             output.extend(hidden.iter().flat_map(|number| number.to_le_bytes()));
+            return Ok(());
+        }
+        for logits in self.sampled(batch, &hidden) {
+            // A token drawn from numbers that are none would look like any other.
+            let token = kernel::argmax(&logits).ok_or_else(|| {
+                EngineError::Failed(
+                    "the logits are not finite: the activations or weights are damaged".into(),
+                )
+            })?;
+            output.extend_from_slice(&token.to_le_bytes());
         }
         Ok(())
     }
@@ -248,19 +311,5 @@ impl Engine for LlamaEngine {
 
     fn requests(&self) -> usize {
         self.caches.len()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::kernel;
-
-    #[test]
-    fn a_dot_product_sums_every_length() {
-        for len in [1, 15, 16, 17, 64, 100] {
-            let numbers: Vec<f32> = (0..len).map(|n| n as f32).collect();
-            let wanted: f32 = (0..len).map(|n| (n * n) as f32).sum();
-            assert_eq!(kernel::dot(&numbers, &numbers), wanted);
-        }
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 /// Why a model can't be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The file can't be opened.
+    /// The file can't be opened or read.
     #[error("{path}: {source}: name a GGUF file that can be read")]
     Open {
         /// The file.
@@ -19,7 +19,7 @@ pub enum LoadError {
         /// The file.
         path: PathBuf,
     },
-    /// The file ends too early, or its header lies.
+    /// The file ends before what its header announces, or the header lies.
     #[error("{path} is cut off or damaged ({why}): download it again")]
     Damaged {
         /// The file.
@@ -35,6 +35,14 @@ pub enum LoadError {
         /// Its architecture.
         found: String,
     },
+    /// The model needs something that this engine does not compute; wrong text would be worse than none.
+    #[error("{path}: {what} is not served: use another model, or another conversion of this one")]
+    Unsupported {
+        /// The file.
+        path: PathBuf,
+        /// What it needs.
+        what: String,
+    },
     /// The model's description lacks something or has an impossible value.
     #[error("{path}: {key} is missing or wrong ({why})")]
     Metadata {
@@ -44,6 +52,26 @@ pub enum LoadError {
         key: String,
         /// What is wrong.
         why: String,
+    },
+    /// A weight that the model needs is not in the file.
+    #[error("{path} has no tensor {name}: the conversion is incomplete, convert the model again")]
+    MissingTensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor's name.
+        name: String,
+    },
+    /// A weight has another shape than the model's description asks for.
+    #[error("{path}: tensor {name} has shape {found:?} instead of {expected:?}: convert the model again")]
+    TensorShape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor's name.
+        name: String,
+        /// Its shape, rows first.
+        found: Vec<usize>,
+        /// What the description asks for.
+        expected: Vec<usize>,
     },
     /// The asked range of layers does not exist.
     #[error(

@@ -1,17 +1,23 @@
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
-use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::{Content, TensorInfo};
 
 use crate::LoadError;
+use crate::metadata::Metadata;
+use crate::weights::BLOCK;
 
 /// What a model file holds, read from its header alone.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelInfo {
     /// The model's own name.
     pub name: String,
+    /// Its architecture, in the file's own word.
+    pub architecture: String,
     /// Its layers.
     pub layers: u32,
     /// The width of its activations, in numbers.
@@ -38,7 +44,14 @@ pub struct ModelInfo {
     pub chat_template: bool,
 }
 
-/// A model file whose header was read.
+impl ModelInfo {
+    /// Bytes that one token of one request occupies in a stage of so many layers: keys and values in `f32`.
+    pub fn cache_bytes_per_token(&self, layers: u32) -> usize {
+        layers as usize * self.kv_heads * self.head * 2 * size_of::<f32>()
+    }
+}
+
+/// A model file whose header was read and found to fit the file.
 pub(crate) struct ModelFile {
     pub(crate) path: PathBuf,
     pub(crate) info: ModelInfo,
@@ -46,7 +59,7 @@ pub(crate) struct ModelFile {
     reader: BufReader<File>,
 }
 
-/// Reads a model file's header.
+/// Reads a model file's header, and checks that every weight it needs is there, whole and of the right shape.
 pub fn inspect(path: &Path) -> Result<ModelInfo, LoadError> {
     ModelFile::open(path).map(|file| file.info)
 }
@@ -54,106 +67,145 @@ pub fn inspect(path: &Path) -> Result<ModelInfo, LoadError> {
 impl ModelFile {
     pub(crate) fn open(path: &Path) -> Result<Self, LoadError> {
         let open = |source| LoadError::Open { path: path.to_owned(), source };
-        let mut reader = BufReader::new(File::open(path).map_err(open)?);
+        let file = File::open(path).map_err(open)?;
+        let len = file.metadata().map_err(open)?.len();
+        let mut reader = BufReader::new(file);
         let mut magic = [0; 4];
-        if reader.read_exact(&mut magic).is_err() || &magic != b"GGUF" {
-            return Err(LoadError::NotGguf { path: path.to_owned() });
+        match reader.read_exact(&mut magic) {
+            Ok(()) if &magic == b"GGUF" => {}
+            Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => return Err(open(error)),
+            _ => return Err(LoadError::NotGguf { path: path.to_owned() }),
         }
         reader.seek(SeekFrom::Start(0)).map_err(open)?;
-        let content = Content::read(&mut reader).map_err(|error| damaged(path, &error))?;
-        let info = read_info(path, &content)?;
-        Ok(ModelFile { path: path.to_owned(), info, content, reader })
+        // The reader divides by an alignment that the file states, so a damaged one can make it panic.
+        let content = catch_unwind(AssertUnwindSafe(|| Content::read(&mut reader)))
+            .map_err(|_| damaged(path, "its header makes no sense"))?
+            .map_err(|error| failed(path, error))?;
+        let info = Metadata { path, content: &content }.info()?;
+        let mut file = ModelFile { path: path.to_owned(), info, content, reader };
+        file.check_extents(len)?;
+        file.check_shapes()?;
+        Ok(file)
     }
 
-    /// A tensor as plain numbers, which must be as many as `len`.
-    pub(crate) fn tensor(&mut self, name: &str, len: usize) -> Result<Vec<f32>, LoadError> {
-        let read = self
-            .content
+    /// Checks that no tensor, needed here or not, reaches past the file's end: a stage that loads only the first
+    /// layers should notice a cut-off file too.
+    fn check_extents(&self, len: u64) -> Result<(), LoadError> {
+        let mut needed = 0;
+        for (name, info) in &self.content.tensor_infos {
+            let end = extent(info)
+                .and_then(|bytes| {
+                    self.content.tensor_data_offset.checked_add(info.offset)?.checked_add(bytes)
+                })
+                .ok_or_else(|| damaged(&self.path, &format!("tensor {name} has an impossible size")))?;
+            needed = needed.max(end);
+        }
+        if needed > len {
+            let why = format!("its tensors end at byte {needed}, the file at byte {len}");
+            return Err(damaged(&self.path, &why));
+        }
+        Ok(())
+    }
+
+    /// Checks that every weight of every layer is there and has the shape that the description asks for.
+    fn check_shapes(&mut self) -> Result<(), LoadError> {
+        let info = &self.info;
+        let (vocabulary, hidden, feed) = (info.vocabulary as usize, info.hidden, info.feed_forward);
+        let kv = info.kv_heads * info.head;
+        self.check_shape("token_embd.weight", &[vocabulary, hidden])?;
+        self.check_shape("output_norm.weight", &[hidden])?;
+        if self.has("output.weight") {
+            self.check_shape("output.weight", &[vocabulary, hidden])?;
+        }
+        let parts: [(&str, &[usize]); 9] = [
+            ("attn_norm", &[hidden]),
+            ("attn_q", &[hidden, hidden]),
+            ("attn_k", &[kv, hidden]),
+            ("attn_v", &[kv, hidden]),
+            ("attn_output", &[hidden, hidden]),
+            ("ffn_norm", &[hidden]),
+            ("ffn_gate", &[feed, hidden]),
+            ("ffn_up", &[feed, hidden]),
+            ("ffn_down", &[hidden, feed]),
+        ];
+        for layer in 0..info.layers {
+            for (part, shape) in parts {
+                self.check_shape(&format!("blk.{layer}.{part}.weight"), shape)?;
+                if self.has(&format!("blk.{layer}.{part}.bias")) {
+                    let (path, what) = (self.path.clone(), format!("a bias on {part}"));
+                    return Err(LoadError::Unsupported { path, what });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_shape(&self, name: &str, expected: &[usize]) -> Result<(), LoadError> {
+        let (path, name) = (self.path.clone(), name.to_owned());
+        let Some(info) = self.content.tensor_infos.get(&name) else {
+            return Err(LoadError::MissingTensor { path, name });
+        };
+        let found = info.shape.dims();
+        if found != expected {
+            let (found, expected) = (found.to_vec(), expected.to_vec());
+            return Err(LoadError::TensorShape { path, name, found, expected });
+        }
+        Ok(())
+    }
+
+    /// A tensor of this shape as plain numbers, row after row.
+    pub(crate) fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, LoadError> {
+        self.check_shape(name, shape)?;
+        self.content
             .tensor(&mut self.reader, name, &Device::Cpu)
             .and_then(|tensor| tensor.dequantize(&Device::Cpu))
             .and_then(|tensor| tensor.flatten_all())
-            .and_then(|tensor| tensor.to_vec1::<f32>());
-        let numbers = read.map_err(|error| damaged(&self.path, &error))?;
-        if numbers.len() != len {
-            let why = format!("it has {} numbers instead of {len}", numbers.len());
-            return Err(LoadError::Metadata { path: self.path.clone(), key: name.into(), why });
-        }
-        Ok(numbers)
+            .and_then(|tensor| tensor.to_vec1::<f32>())
+            .map_err(|error| failed(&self.path, error))
+    }
+
+    /// Whether the file holds a tensor in a quantised kind.
+    pub(crate) fn is_quantised(&self, name: &str) -> bool {
+        let kind = self.content.tensor_infos.get(name).map(|info| info.ggml_dtype);
+        !matches!(kind, Some(GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16) | None)
     }
 
     pub(crate) fn has(&self, name: &str) -> bool {
         self.content.tensor_infos.contains_key(name)
     }
-}
 
-fn damaged(path: &Path, error: &candle_core::Error) -> LoadError {
-    let why = error.to_string().lines().next().unwrap_or_default().to_owned();
-    LoadError::Damaged { path: path.to_owned(), why }
-}
-
-struct Metadata<'a> {
-    path: &'a Path,
-    content: &'a Content,
-}
-
-impl Metadata<'_> {
-    fn wrong(&self, key: &str, why: impl Into<String>) -> LoadError {
-        LoadError::Metadata { path: self.path.to_owned(), key: key.into(), why: why.into() }
+    pub(crate) fn metadata(&self) -> Metadata<'_> {
+        Metadata { path: &self.path, content: &self.content }
     }
+}
 
-    fn get(&self, key: &str) -> Option<&Value> {
-        self.content.metadata.get(key)
+/// Bytes of a tensor, or nothing if its shape is impossible.
+fn extent(info: &TensorInfo) -> Option<u64> {
+    let numbers = info.shape.dims().iter().try_fold(1usize, |product, dim| product.checked_mul(*dim))?;
+    let block = info.ggml_dtype.block_size();
+    if !numbers.is_multiple_of(block) {
+        return None;
     }
+    (numbers / block).checked_mul(info.ggml_dtype.type_size()).map(|bytes| bytes as u64)
+}
 
-    fn number(&self, key: &str) -> Result<usize, LoadError> {
-        let value = self.get(key).ok_or_else(|| self.wrong(key, "it is missing"))?;
-        let number = value.to_u32().map(u64::from).or_else(|_| value.to_u64());
-        match number {
-            Ok(number) if number > 0 && number <= u64::from(u32::MAX) => Ok(number as usize),
-            Ok(number) => Err(self.wrong(key, format!("it is {number}"))),
-            Err(_) => Err(self.wrong(key, "it is no number")),
+fn damaged(path: &Path, why: &str) -> LoadError {
+    LoadError::Damaged { path: path.to_owned(), why: why.to_owned() }
+}
+
+/// What the reader's error means: the file system's refusal, or a file that is not as it says.
+fn failed(path: &Path, error: candle_core::Error) -> LoadError {
+    match error {
+        candle_core::Error::Io(source) if source.kind() == io::ErrorKind::UnexpectedEof => {
+            damaged(path, "it ends within its header")
         }
+        candle_core::Error::Io(source) => LoadError::Open { path: path.to_owned(), source },
+        candle_core::Error::WithBacktrace { inner, .. } => failed(path, *inner),
+        error => damaged(path, error.to_string().lines().next().unwrap_or("no reason given")),
     }
 }
 
-fn read_info(path: &Path, content: &Content) -> Result<ModelInfo, LoadError> {
-    let data = Metadata { path, content };
-    let architecture = data.get("general.architecture").and_then(|value| value.to_string().ok());
-    if architecture.map(String::as_str) != Some("llama") {
-        let found = architecture.cloned().unwrap_or_default();
-        return Err(LoadError::Architecture { path: path.to_owned(), found });
-    }
-    let hidden = data.number("llama.embedding_length")?;
-    let heads = data.number("llama.attention.head_count")?;
-    let kv_heads = match data.get("llama.attention.head_count_kv") {
-        Some(_) => data.number("llama.attention.head_count_kv")?,
-        None => heads,
-    };
-    if hidden % heads != 0 || heads % kv_heads != 0 || !(hidden / heads).is_multiple_of(2) {
-        return Err(data.wrong("llama.attention.head_count", "it does not divide the width into even heads"));
-    }
-    let feed_forward = data.number("llama.feed_forward_length")?;
-    if !hidden.is_multiple_of(32) || !feed_forward.is_multiple_of(32) {
-        return Err(data.wrong("llama.embedding_length", "widths must be multiples of 32"));
-    }
-    let tokens = data.get("tokenizer.ggml.tokens").and_then(|value| value.to_vec().ok());
-    let vocabulary = tokens.ok_or_else(|| data.wrong("tokenizer.ggml.tokens", "it is missing"))?.len() as u32;
-    let stop = data.get("tokenizer.ggml.eos_token_id").and_then(|value| value.to_u32().ok());
-    let float = |key: &str| data.get(key).and_then(|value| value.to_f32().ok());
-    let name = data.get("general.name").and_then(|value| value.to_string().ok());
-    Ok(ModelInfo {
-        name: name.cloned().unwrap_or_else(|| "llama".into()),
-        layers: data.number("llama.block_count")? as u32,
-        hidden,
-        heads,
-        kv_heads,
-        head: hidden / heads,
-        feed_forward,
-        context: data.number("llama.context_length")? as u32,
-        vocabulary,
-        stop_tokens: stop.into_iter().collect(),
-        rope_base: float("llama.rope.freq_base").unwrap_or(10_000.0),
-        epsilon: float("llama.attention.layer_norm_rms_epsilon").unwrap_or(1e-5),
-        chat_template: data.get("tokenizer.chat_template").is_some(),
-    })
+/// Whether a width can be cut into the blocks that weights are quantised in.
+pub(crate) fn is_blocked(width: usize) -> bool {
+    width > 0 && width.is_multiple_of(BLOCK)
 }
