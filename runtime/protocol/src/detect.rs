@@ -298,9 +298,9 @@ mod tests {
     #[test]
     fn a_suspected_peer_that_is_heard_is_trusted_again_and_a_second_source_confirms_a_silence() {
         let mut world = World::new();
-        while world.pass(STEP) == [] {}
+        while world.pass(STEP).is_empty() {}
         assert_eq!(world.heard(), [DetectOutput::Cleared { peer: peer() }]);
-        while world.pass(STEP) == [] {}
+        while world.pass(STEP).is_empty() {}
         assert!(matches!(world.tell(DetectInput::Confirmed(peer()))[..], [DetectOutput::Down { .. }]));
         assert_eq!(world.heard(), [DetectOutput::Cleared { peer: peer() }]);
     }

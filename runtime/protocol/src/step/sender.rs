@@ -698,13 +698,13 @@ impl<C: Choose> Sender<C> {
                     self.outputs.push_back(SenderOutput::Release { id, attempt });
                 }
             }
-            Control::Refetch { id, attempt } => {
+            Control::Refetch { id, attempt }
                 if self.entries.get(&id).is_some_and(|entry| {
                     entry.attempt == attempt
                         && matches!(entry.place, Place::Sent(at) if at.incarnation == from)
-                }) {
-                    self.resend(now, id);
-                }
+                }) =>
+            {
+                self.resend(now, id);
             }
             Control::Answer { id, state } => self.on_answer(now, from, id, state),
             Control::NoticeAck { seq } => {

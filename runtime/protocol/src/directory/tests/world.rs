@@ -334,11 +334,11 @@ impl World {
 
     fn take(&mut self, parcel: Parcel) {
         match parcel {
-            Parcel::Hello { node, link } => {
-                if self.registry.is_some() && self.nodes[node].link == Link::Asking(link) {
-                    self.nodes[node].link = Link::Up(link);
-                    self.send_after(0, Parcel::Linked { node, link });
-                }
+            Parcel::Hello { node, link }
+                if self.registry.is_some() && self.nodes[node].link == Link::Asking(link) =>
+            {
+                self.nodes[node].link = Link::Up(link);
+                self.send_after(0, Parcel::Linked { node, link });
             }
             Parcel::Linked { node, link } if self.nodes[node].link == Link::Up(link) => {
                 self.tell(node, ClientInput::Up);
