@@ -8,6 +8,7 @@ use connex_protocol::wire::directory::{Message, Route};
 use connex_protocol::wire::hello::Lane;
 use connex_protocol::wire::{self, Control, Frame};
 use connex_protocol::{Address, Group, Incarnation, Machine, Peer};
+use connex_transport::tcp::TcpConfig;
 use connex_transport::{Event, Handler, Identity, Op, RefusedWhy, Transport};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
@@ -25,6 +26,18 @@ pub struct DirectoryConfig {
     pub registry: RegistryConfig,
     /// Where its boot number is kept, so that it grows even if the wall clock steps back.
     pub state_file: Option<PathBuf>,
+}
+
+impl DirectoryConfig {
+    /// The first directory of a deployment on this machine alone, on a free port of loopback.
+    pub fn local() -> Self {
+        DirectoryConfig {
+            reach: Reach::Tcp(TcpConfig::default()),
+            deployment: "default".into(),
+            registry: RegistryConfig { first: true, ..RegistryConfig::default() },
+            state_file: None,
+        }
+    }
 }
 
 /// Why a directory could not be started.
