@@ -111,7 +111,7 @@ impl Driven {
     fn pass(&mut self, ms: u64) {
         for _ in 0..ms {
             self.now += 1;
-            if self.now % (TTL_MS / 3) == 0 {
+            if self.now.is_multiple_of(TTL_MS / 3) {
                 // Somebody else is always heard, so that the registry knows that it hears.
                 self.ask(1000, Request::Resolve { group: None });
             }
