@@ -149,7 +149,13 @@ impl Endpoint for StageEndpoint {
         };
         let ran = match self.stage.run(step.id(), &meta, step.payload(), &StepWatch(&step)) {
             Ok(ran) => ran,
-            Err(error) => return step.finish(Err(error)),
+            Err(error) => {
+                // What a stage would not begin is for its operator too: it may not fit the stage in front of it.
+                if error.outcome == Outcome::NotStarted {
+                    tracing::warn!(step = %step.id(), %error, "a step was refused");
+                }
+                return step.finish(Err(error));
+            }
         };
         match (ran.next.clone(), &self.next) {
             (Some((meta, payload)), Some(next)) => {

@@ -410,6 +410,8 @@ impl Scheduler {
             // The hop waited for a replica as long as it may.
             ErrorCode::Unavailable => true,
             ErrorCode::TooLarge => company == 1,
+            // A stage that would not begin it says the same the next time: the stages do not fit each other.
+            ErrorCode::Application => company == 1 && error.outcome == Outcome::NotStarted,
             _ => false,
         };
         if hopeless {

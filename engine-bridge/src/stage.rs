@@ -39,6 +39,8 @@ pub struct Trim {
 /// The metadata of a pipeline step.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageMeta {
+    /// The layer that comes next: the payload is what left the one before it.
+    pub layer: u32,
     /// The rows, in the order in which their tokens lie in the payload.
     pub rows: Vec<StageRow>,
 }
@@ -209,6 +211,16 @@ impl Stage {
 
     /// Refuses a step whose metadata can't be, before anything is touched (P-10).
     fn validate(&self, meta: &StageMeta, payload: usize) -> Result<(), StepError> {
+        let layers = &self.engine.info().layers;
+        if meta.layer != layers.start {
+            // Each stage computes whatever it is given: a hole or an overlap would only show as nonsense.
+            let text = format!(
+                "stage {} holds layers {layers:?}, and the stage in front of it ends before layer {}: give the \
+                 stages ranges that continue each other",
+                self.number, meta.layer
+            );
+            return Err(malformed(text));
+        }
         if meta.rows.is_empty() || meta.rows.len() > self.requests_max {
             let (rows, max) = (meta.rows.len(), self.requests_max);
             return Err(malformed(format!("the step has {rows} rows, a stage takes 1 to {max}")));
@@ -332,7 +344,7 @@ impl Stage {
     /// still hold.
     fn onward(&self, meta: &StageMeta, mut results: Vec<Option<RowResult>>, output: &[u8]) -> Ran {
         let width = self.engine.info().width as usize;
-        let mut next = StageMeta::default();
+        let mut next = StageMeta { layer: self.engine.info().layers.end, rows: Vec::new() };
         let mut payload = Vec::with_capacity(output.len());
         let mut at = 0;
         for (row, result) in meta.rows.iter().zip(&mut results) {

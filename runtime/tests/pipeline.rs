@@ -10,6 +10,7 @@ use connex::pipeline::{self, PipelineConfig, RequestMeta};
 use connex::protocol::directory::RegistryConfig;
 use connex::transport::mem::MemHub;
 use connex::{Core, Group, Node, NodeEvent, Reach, Step};
+use tokio::sync::watch;
 
 const STAGES: u16 = 2;
 
@@ -66,6 +67,11 @@ async fn client(hub: &MemHub, directory: &Directory) -> Node {
 }
 
 async fn generate(node: &Node, prompt: &[u32], tokens: u32) -> Vec<u32> {
+    generate_shown(node, prompt, tokens, &watch::Sender::new(0)).await
+}
+
+/// The same; `out` counts the tokens as they come.
+async fn generate_shown(node: &Node, prompt: &[u32], tokens: u32, shown: &watch::Sender<usize>) -> Vec<u32> {
     let group = node.group(&Group::new("toy", "pp", 0));
     let step =
         Step::new(RequestMeta { max_tokens: tokens }.encode()).payload(pipeline::encode_tokens(prompt));
@@ -73,6 +79,7 @@ async fn generate(node: &Node, prompt: &[u32], tokens: u32) -> Vec<u32> {
     let mut out = Vec::new();
     while let Some(item) = stream.next().await {
         out.extend(pipeline::decode_tokens(&item).unwrap());
+        shown.send_replace(out.len());
     }
     stream.end().await.unwrap();
     out
@@ -103,17 +110,23 @@ async fn a_crash_of_either_stage_in_mid_generation_changes_nothing_that_the_clie
         }
         let client = Arc::new(client(&hub, &directory).await);
         let prompts: Vec<Vec<u32>> = (0..4).map(|n| vec![n, n + 1, n + 2]).collect();
+        let mut counts = Vec::new();
         let running: Vec<_> = prompts
             .iter()
             .cloned()
             .map(|prompt| {
                 let client = client.clone();
-                tokio::spawn(async move { generate(&client, &prompt, 40).await })
+                let shown = watch::Sender::new(0);
+                counts.push(shown.subscribe());
+                tokio::spawn(async move { generate_shown(&client, &prompt, 40, &shown).await })
             })
             .collect();
         let mut events: Vec<_> = stages.iter().map(Node::events).collect();
         events.push(client.events());
-        tokio::time::sleep(Duration::from_millis(40)).await;
+        // Every request is in the middle of its generation.
+        for count in &mut counts {
+            count.wait_for(|count| *count >= 5).await.unwrap();
+        }
         hub.crash(victim);
         for (running, prompt) in running.into_iter().zip(&prompts) {
             let out = tokio::time::timeout(Duration::from_secs(20), running).await.expect("it ends").unwrap();

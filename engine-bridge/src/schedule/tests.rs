@@ -413,6 +413,27 @@ fn beyond_its_recovery_budget_a_request_ends_with_a_clear_error() {
     assert_eq!(bench.scheduler.requests(), 0);
 }
 
+/// Stages that do not fit each other refuse every step: computing the state anew would not help.
+#[test]
+fn what_no_stage_would_begin_ends_at_once_when_it_is_alone() {
+    let mut bench = Bench::new(ScheduleConfig { k: 1, ..config() });
+    let refused = || StepError::new(ErrorCode::Application, Outcome::NotStarted, "stage 1 holds layers 3..4");
+    (1..=2).for_each(|number| bench.admit(number, &[1], &[], 9));
+    let mut steps = 0;
+    while bench.scheduler.requests() > 0 {
+        let (ticket, ..) = bench.run();
+        bench.handle(ScheduleInput::StepDone { ticket, route: Vec::new(), result: Err(refused()) });
+        steps += 1;
+    }
+    // Each alone at the latest in its second step, in case it was the other that was refused.
+    assert!(steps <= 3, "{steps}");
+    for number in 1..=2 {
+        let error = bench.end(number).unwrap().unwrap_err();
+        assert_eq!((error.code, error.outcome), (ErrorCode::Application, Outcome::NotStarted));
+        assert!(error.message.contains("layers 3..4"), "{}", error.message);
+    }
+}
+
 #[test]
 fn a_request_that_always_fails_the_engine_takes_no_other_along() {
     let mut bench = Bench::new(ScheduleConfig { k: 1, ..config() });

@@ -27,7 +27,7 @@ fn row(request: u64, context: u32, tokens: u32) -> StageRow {
 }
 
 fn meta(rows: &[StageRow]) -> StageMeta {
-    StageMeta { rows: rows.to_vec() }
+    StageMeta { layer: 0, rows: rows.to_vec() }
 }
 
 fn bytes(tokens: &[u32]) -> Vec<u8> {
@@ -91,6 +91,25 @@ fn a_next_stage_that_answers_for_other_rows_is_an_error_of_that_step_p10() {
         let ran = first.run(id(1), &meta(&[row(1, 0, 1)]), &bytes(&[5]), &()).unwrap();
         assert_eq!(ran.merge(later).unwrap_err().code, ErrorCode::Internal);
     }
+}
+
+/// A stage computes whatever it is given: only the layer's number tells that the one in front does not reach it.
+#[test]
+fn a_hole_or_an_overlap_between_two_stages_is_refused_before_anything_is_touched() {
+    let mut first = stage(0);
+    let ran = first.run(id(1), &meta(&[row(1, 0, 1)]), &bytes(&[5]), &()).unwrap();
+    let (next, payload) = ran.next.unwrap();
+    for layers in [3..4, 1..4] {
+        let config = ToyConfig { layers: layers.clone(), layers_total: 4, ..ToyConfig::stage(1, STAGES) };
+        let mut misfit = Stage::new(1, Box::new(ToyEngine::new(config).unwrap()));
+        let error = misfit.run(id(1), &next, &payload, &()).unwrap_err();
+        assert_eq!((error.code, error.outcome), (ErrorCode::Application, Outcome::NotStarted));
+        let text =
+            format!("stage 1 holds layers {layers:?}, and the stage in front of it ends before layer 2");
+        assert!(error.message.contains(&text), "{}", error.message);
+        assert_eq!((misfit.requests(), misfit.computed()), (0, 0));
+    }
+    assert!(stage(1).run(id(1), &next, &payload, &()).is_ok());
 }
 
 #[test]
@@ -217,6 +236,7 @@ fn state_that_a_panicking_engine_could_not_release_is_never_computed_on_p10() {
 }
 
 fn failure_is_contained(number: u16, bad: Mood) {
+    let meta = |rows: &[StageRow]| StageMeta { layer: u32::from(number) * 2, ..meta(rows) };
     let mood = Arc::new(Mutex::new(Mood::Good));
     let mut stage =
         Stage::new(number, Box::new(Rogue { inner: toy(number), mood: mood.clone(), begun: false }));
@@ -224,7 +244,7 @@ fn failure_is_contained(number: u16, bad: Mood) {
         0 => bytes(&vec![7; tokens as usize]),
         // Any activations do, if they are whole.
         _ => {
-            let row = meta(&[row(1, 0, tokens)]);
+            let row = StageMeta { layer: 0, ..meta(&[row(1, 0, tokens)]) };
             let input = bytes(&vec![7; tokens as usize]);
             let mut first = Stage::new(0, toy(0));
             first.run(id(1), &row, &input, &()).unwrap().next.unwrap().1.to_vec()
