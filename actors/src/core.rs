@@ -35,7 +35,8 @@ pub struct CoreConfig {
     pub heartbeat: Duration,
     /// How their silence is judged; its interval is `heartbeat`.
     pub detect: DetectConfig,
-    /// After this long without a connection an origin that the directory does not know is gone for good.
+    /// After this long without a connection an origin that the directory does not know is gone for good. It has to
+    /// outlast what a live origin takes to notice that its side of a link leads nowhere, and to make another.
     pub origin_grace: Duration,
     /// Events that a slow watcher may fall behind before it misses some.
     pub events: usize,
@@ -52,7 +53,7 @@ impl Default for CoreConfig {
             payload_crc: true,
             heartbeat: Duration::from_millis(50),
             detect: DetectConfig::default(),
-            origin_grace: Duration::from_secs(2),
+            origin_grace: Duration::from_secs(10),
             events: 1024,
         }
     }

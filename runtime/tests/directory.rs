@@ -255,6 +255,7 @@ async fn a_directory_client_that_fails_again_and_again_loses_neither_its_lease_n
         let mut events = first.events();
         let mut others = Vec::new();
         let start = Instant::now();
+        let mut restarts = 0;
         for number in 1..6 {
             first.core().doors().crash_directory_client("planted");
             others.push(replica(&net, &address, number, &format!("r{number}")).await);
@@ -264,11 +265,14 @@ async fn a_directory_client_that_fails_again_and_again_loses_neither_its_lease_n
         while start.elapsed() < TTL * 2 {
             // Faster than it can answer anything: each one starts where the last one failed.
             first.core().doors().crash_directory_client("planted");
-            tokio::time::sleep(Duration::from_millis(5)).await;
+            let restarted = |event: &NodeEvent| matches!(event, NodeEvent::Restarted { actor, .. } if actor == "directory");
+            until("it is started again", || {
+                let seen = std::iter::from_fn(|| events.try_recv().ok()).filter(restarted).count();
+                restarts += seen;
+                seen > 0
+            })
+            .await;
         }
-        let restarts = std::iter::from_fn(|| events.try_recv().ok())
-            .filter(|event| matches!(event, NodeEvent::Restarted { actor, .. } if actor == "directory"))
-            .count();
         assert!(restarts > 10, "{restarts}");
         let route = directory.routes().into_iter().find(|route| route.lid == lid(0)).unwrap();
         assert_eq!((route.incarnation, route.epoch), (first.me().incarnation, epoch));

@@ -38,6 +38,8 @@ pub(crate) struct EndpointArgs {
     pub(crate) core: Arc<Core>,
     pub(crate) peer: Peer,
     pub(crate) address: Address,
+    /// How long to keep off first: a link that ended as soon as it was up is not made again at once.
+    pub(crate) keep_off: Duration,
 }
 
 /// The endpoint's state; the supervisor reads the evidence out of it when the actor has ended.
@@ -132,7 +134,10 @@ impl Actor for EndpointActor {
             slots: Vec::new(),
             watched: HashMap::new(),
         };
-        state.connect(&myself);
+        match args.keep_off {
+            Duration::ZERO => state.connect(&myself),
+            keep_off => drop(myself.send_after(keep_off, || EndpointMsg::Connect)),
+        }
         Ok(state)
     }
 

@@ -47,7 +47,12 @@ impl LivenessState {
             match output {
                 DetectOutput::Suspect { evidence, .. } => cell.on_suspect(&peer, evidence),
                 DetectOutput::Cleared { .. } => cell.on_cleared(&peer),
-                DetectOutput::Down { evidence, .. } => cell.on_down(&peer, evidence),
+                DetectOutput::Down { evidence, .. } => {
+                    cell.on_down(&peer, evidence);
+                    // A peer that lost its side of the link can't say so: only another link will be heard (F13). One
+                    // that was stopped answers the next dial when it goes on.
+                    self.core.transport().disconnect(peer.incarnation);
+                }
             }
         }
     }

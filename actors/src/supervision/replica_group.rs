@@ -1,6 +1,6 @@
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use connex_protocol::{Address, Evidence, Incarnation, LogicalId, Peer};
 use ractor::concurrency::JoinHandle;
@@ -12,6 +12,13 @@ use crate::{Core, GroupCell, NodeEvent};
 
 /// A mailbox is held back for a migration at most this long; then its steps go to whoever holds the identity.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
+
+/// An endpoint's actor that lived for less than this has had a link that did not last.
+const LASTING: Duration = Duration::from_secs(1);
+
+/// How long such a link is not made again: the first pause, which doubles up to the last (F13).
+const KEEP_OFF_FIRST: Duration = Duration::from_millis(5);
+const KEEP_OFF_LAST: Duration = Duration::from_millis(50);
 
 /// One group at this node: starts an actor for each replica's life, ticks the group's machines, and hands over what
 /// was on a life that ended.
@@ -34,6 +41,8 @@ struct Child {
     peer: Peer,
     address: Address,
     actor: ActorRef<EndpointMsg>,
+    since: Instant,
+    keep_off: Duration,
 }
 
 /// The group's endpoints.
@@ -54,13 +63,15 @@ impl ReplicaGroupState {
         myself: &ActorRef<ReplicaGroupMsg>,
         peer: Peer,
         address: Address,
+        keep_off: Duration,
     ) -> Result<(), ActorProcessingErr> {
         if self.child(peer.incarnation).is_some() {
             return Ok(());
         }
-        let args = EndpointArgs { core: self.core.clone(), peer: peer.clone(), address: address.clone() };
+        let (core, since) = (self.core.clone(), Instant::now());
+        let args = EndpointArgs { core, peer: peer.clone(), address: address.clone(), keep_off };
         let (actor, _) = EndpointActor::spawn_linked(None, EndpointActor, args, myself.get_cell()).await?;
-        self.children.insert(actor.get_id(), Child { peer, address, actor });
+        self.children.insert(actor.get_id(), Child { peer, address, actor, since, keep_off });
         self.cell.set_endpoints(self.children.len());
         Ok(())
     }
@@ -68,7 +79,7 @@ impl ReplicaGroupState {
     async fn on_duties(&mut self, myself: &ActorRef<ReplicaGroupMsg>) -> Result<(), ActorProcessingErr> {
         for duty in self.cell.duties() {
             match duty {
-                Duty::Connect { peer, address } => self.start(myself, peer, address).await?,
+                Duty::Connect { peer, address } => self.start(myself, peer, address, Duration::ZERO).await?,
                 Duty::Down { peer, evidence } => match self.child(peer.incarnation) {
                     Some(child) => {
                         let _ = child.actor.send_message(EndpointMsg::Down(evidence));
@@ -125,7 +136,11 @@ impl ReplicaGroupState {
         // The directory may still name it: a live process whose link was lost comes back this way.
         let wanted = self.cell.wanted().into_iter().any(|(peer, _)| peer == child.peer);
         if wanted {
-            self.start(myself, child.peer, child.address).await?;
+            let keep_off = match child.since.elapsed() < LASTING + child.keep_off {
+                true => (child.keep_off * 2).clamp(KEEP_OFF_FIRST, KEEP_OFF_LAST),
+                false => Duration::ZERO,
+            };
+            self.start(myself, child.peer, child.address, keep_off).await?;
         }
         self.on_duties(myself).await
     }
@@ -154,7 +169,7 @@ impl Actor for ReplicaGroupActor {
     ) -> Result<(), ActorProcessingErr> {
         state.core.doors().put_group(state.cell.group().clone(), myself.clone());
         for (peer, address) in state.cell.wanted() {
-            state.start(&myself, peer, address).await?;
+            state.start(&myself, peer, address, Duration::ZERO).await?;
         }
         for peer in state.cell.orphaned() {
             state.cell.hand_over(&peer, Evidence::ConnectionClosed);

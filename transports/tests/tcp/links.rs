@@ -327,11 +327,16 @@ fn an_idle_transport_wakes_nobody() {
     block_on(real.transport.connect(&other.transport.local(), None)).unwrap();
     // One who borrows for longer than he is looked after, and leaves.
     real.transport.progress(Duration::from_millis(50));
-    // A while for the native thread to take over.
-    std::thread::sleep(Duration::from_millis(100));
-    let before = real.transport.wakeups();
-    std::thread::sleep(Duration::from_millis(500));
-    let woken = real.transport.wakeups() - before;
+    // The native thread takes over, and from then on a while passes without a wake-up.
+    let until = Instant::now() + PATIENCE;
+    let woken = loop {
+        let before = real.transport.wakeups();
+        std::thread::sleep(Duration::from_millis(500));
+        let woken = real.transport.wakeups() - before;
+        if woken <= 1 || Instant::now() > until {
+            break woken;
+        }
+    };
     assert!(woken <= 1, "woken {woken} times");
     real.still_serves();
 }
