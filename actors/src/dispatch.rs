@@ -1,23 +1,30 @@
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use connex_protocol::step::{ReceiverInput, SenderInput};
+use connex_protocol::wire::hello::Reject;
 use connex_protocol::wire::{self, Control, Frame, cutover};
 use connex_protocol::{Evidence, Incarnation, Peer};
 use connex_transport::{Completion, Event, Handler};
 
 use crate::supervision::LivenessMsg;
-use crate::{Core, GroupCell};
+use crate::{Core, GroupCell, NodeEvent};
 
 /// The transport's handler: takes each event to the machine that it concerns, on the progress thread.
 pub struct Dispatch {
     core: Weak<Core>,
+    /// When a refused caller was last told of.
+    refused: Mutex<Option<Instant>>,
 }
+
+/// Callers that are refused again and again are told of once in this time.
+const REFUSED_AGAIN: Duration = Duration::from_secs(1);
 
 impl Dispatch {
     /// A handler for this node.
     pub fn new(core: &Arc<Core>) -> Arc<Self> {
-        Arc::new(Dispatch { core: Arc::downgrade(core) })
+        Arc::new(Dispatch { core: Arc::downgrade(core), refused: Mutex::new(None) })
     }
 
     fn on_up(&self, core: &Core, peer: Peer) {
@@ -62,6 +69,15 @@ impl Dispatch {
             Frame::Reply(reply) => to_group(core, from, SenderInput::Reply { from, reply }),
             Frame::Item(item) => to_group(core, from, SenderInput::Item { from, item }),
             Frame::Control(control) => self.on_control(core, from, control),
+        }
+    }
+
+    fn on_refused(&self, core: &Core, reject: &Reject) {
+        let mut refused = self.refused.lock().expect("no holder panics");
+        if refused.is_none_or(|at| at.elapsed() >= REFUSED_AGAIN) {
+            *refused = Some(Instant::now());
+            tracing::warn!(%reject, "a caller was refused");
+            core.emit(NodeEvent::CallerRefused { why: reject.to_string() });
         }
     }
 
@@ -145,6 +161,7 @@ impl Handler for Dispatch {
             Event::Down { peer, evidence } => self.on_down(&core, peer, evidence),
             Event::Message { from, lane: _, frame } => self.on_message(&core, from, frame),
             Event::Completed(completion) => self.on_completed(&core, completion),
+            Event::Refused { reject } => self.on_refused(&core, &reject),
         }
     }
 

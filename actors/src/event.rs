@@ -19,6 +19,18 @@ pub enum NodeEvent {
         /// Why.
         evidence: Evidence,
     },
+    /// A replica that the directory names can't be connected to. Said once until it is linked again.
+    Unreachable {
+        /// The replica's endpoint and its life.
+        peer: Peer,
+        /// Why, with its address.
+        why: String,
+    },
+    /// A process of another version or another deployment called here, and was refused. Said once a second at most.
+    CallerRefused {
+        /// Why.
+        why: String,
+    },
     /// A replica is under suspicion: others are preferred.
     Suspected {
         /// The replica's endpoint and its life.

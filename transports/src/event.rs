@@ -39,6 +39,11 @@ pub enum Event {
     },
     /// An operation ended.
     Completed(Completion),
+    /// A caller's hello was refused for something that somebody has to set right: its version, or its deployment.
+    Refused {
+        /// Why, as seen from this side.
+        reject: Reject,
+    },
 }
 
 /// The end of a one-sided operation.

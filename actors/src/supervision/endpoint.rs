@@ -2,7 +2,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use connex_protocol::wire::hello::Reject;
 use connex_protocol::{Address, Evidence, Peer, StepId};
+use connex_transport::ConnectError;
 use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent, async_trait};
 
 use super::{StepActor, StepMsg, end_of};
@@ -11,6 +13,10 @@ use crate::{Core, NodeEvent};
 /// The first pause between attempts to connect; it doubles up to the last.
 const BACKOFF_FIRST: Duration = Duration::from_millis(10);
 const BACKOFF_LAST: Duration = Duration::from_secs(1);
+
+/// A life that does not answer so many times in a row is reported as unreachable: one that has just ended is forgotten
+/// by then.
+const FAILURES_MAX: u32 = 5;
 
 /// One life of a remote endpoint: keeps the connection to it, and ends with the evidence when that life is over, so
 /// that its supervisor hands its steps over.
@@ -22,7 +28,7 @@ pub(crate) enum EndpointMsg {
     /// Connect now.
     Connect,
     /// That did not work.
-    ConnectFailed(String),
+    ConnectFailed(ConnectError),
     /// The life is over or out of reach.
     Down(Evidence),
     /// Steps came here by a handover.
@@ -48,6 +54,8 @@ pub(crate) struct EndpointState {
     pub(crate) peer: Peer,
     address: Address,
     backoff: Duration,
+    failures: u32,
+    complained: bool,
     pub(crate) evidence: Option<Evidence>,
     /// One actor per slot, started at the first handover that needs it and reused from then on.
     slots: Vec<ActorRef<StepMsg>>,
@@ -99,6 +107,21 @@ impl EndpointState {
         Ok(())
     }
 
+    fn on_failure(&mut self, why: &ConnectError) {
+        tracing::debug!(peer = %self.peer, %why, "no connection yet");
+        self.failures += 1;
+        // Of these the next attempt changes nothing.
+        let lasting = matches!(
+            why,
+            ConnectError::Address { .. }
+                | ConnectError::Rejected { reject: Reject::Version { .. } | Reject::Deployment { .. }, .. }
+        );
+        if (lasting || self.failures >= FAILURES_MAX) && !std::mem::replace(&mut self.complained, true) {
+            tracing::warn!(peer = %self.peer, %why, "a replica can't be reached; trying again");
+            self.core.emit(NodeEvent::Unreachable { peer: self.peer.clone(), why: why.to_string() });
+        }
+    }
+
     fn connect(&self, myself: &ActorRef<EndpointMsg>) {
         if self.core.is_linked(self.peer.incarnation) {
             return;
@@ -108,7 +131,7 @@ impl EndpointState {
         tokio::spawn(async move {
             // The link that comes up reports itself through the transport's handler.
             if let Err(error) = core.transport().connect(&address, Some(peer.incarnation)).await {
-                let _ = myself.send_message(EndpointMsg::ConnectFailed(error.to_string()));
+                let _ = myself.send_message(EndpointMsg::ConnectFailed(error));
             }
         });
     }
@@ -130,6 +153,8 @@ impl Actor for EndpointActor {
             peer: args.peer,
             address: args.address,
             backoff: BACKOFF_FIRST,
+            failures: 0,
+            complained: false,
             evidence: None,
             slots: Vec::new(),
             watched: HashMap::new(),
@@ -150,7 +175,7 @@ impl Actor for EndpointActor {
         match message {
             EndpointMsg::Connect => state.connect(&myself),
             EndpointMsg::ConnectFailed(why) => {
-                tracing::debug!(peer = %state.peer, why, "no connection yet");
+                state.on_failure(&why);
                 myself.send_after(state.backoff, || EndpointMsg::Connect);
                 state.backoff = (state.backoff * 2).min(BACKOFF_LAST);
             }

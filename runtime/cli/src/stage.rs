@@ -200,6 +200,8 @@ pub(crate) fn line_of(event: &NodeEvent) -> Option<Line> {
         }
         NodeEvent::Joined { peer, epoch } => told(format!("{} joined under epoch {epoch}", peer.lid)),
         NodeEvent::Down { peer, evidence } => told(format!("{} is down: {evidence}", peer.lid)),
+        NodeEvent::Unreachable { peer, why } => told(format!("{} can't be reached: {why}", peer.lid)),
+        NodeEvent::CallerRefused { why } => told(format!("a caller was refused: {why}")),
         NodeEvent::Suspected { peer, evidence } => told(format!("{} is suspected: {evidence}", peer.lid)),
         NodeEvent::Cleared { peer } => told(format!("{} is trusted again", peer.lid)),
         NodeEvent::Restarted { actor, why } => told(format!("{actor} was started again: {why}")),

@@ -147,6 +147,7 @@ impl Handler for Serving {
         match event {
             Event::Message { from, frame, .. } => self.on_message(from, frame),
             Event::Down { peer, .. } => self.drive(RegistryInput::Gone(peer.incarnation)),
+            Event::Refused { reject } => tracing::warn!(%reject, "a caller of the directory was refused"),
             Event::Up { .. } | Event::Relinked { .. } | Event::Completed(_) => {}
         }
     }

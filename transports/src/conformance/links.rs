@@ -165,7 +165,7 @@ pub fn a_fenced_life_is_refused(backend: &dyn Backend) {
     a.connect(&b);
 }
 
-/// Peers of another deployment are refused, with its name.
+/// Peers of another deployment are refused, with its name on both sides.
 pub fn a_peer_of_another_deployment_is_refused(backend: &dyn Backend) {
     let a = Node::start(backend, "a");
     let mut other = identity("b", fresh_incarnation());
@@ -177,7 +177,8 @@ pub fn a_peer_of_another_deployment_is_refused(backend: &dyn Backend) {
         }
         other => panic!("{other:?}"),
     }
-    assert!(b.seen.look(|seen| seen.events.is_empty()), "the refused one is no event");
+    let refused = |event: &Event| matches!(event, Event::Refused { reject: Reject::Deployment { theirs } } if theirs == "conformance");
+    b.seen.wait_for("the word on the refusal", |seen| seen.events.len() == 1 && refused(&seen.events[0]));
 }
 
 /// Connecting where nobody listens fails with an error that names the address, well before any deadline.

@@ -307,6 +307,7 @@ impl Net {
         } else {
             None
         };
+        let stranger = dialler.identity.deployment.clone();
         let fenced_there = dialler.fenced.contains(&us.incarnation);
         let linked = node.links.contains_key(&them.incarnation);
         if refusal.is_none() && !fenced_there && !linked {
@@ -320,7 +321,12 @@ impl Net {
         let dialler = self.node(from);
         let Some((address, answer)) = dialler.dials.remove(&dial) else { return };
         if let Some(reject) = refusal {
+            let foreign = matches!(reject, Reject::Deployment { .. });
             let _ = answer.send(Err(ConnectError::Rejected { address, reject }));
+            if foreign {
+                let reject = Reject::Deployment { theirs: stranger };
+                self.node(no).deliver(Event::Refused { reject });
+            }
         } else if fenced_there {
             let _ = answer.send(Err(ConnectError::Fenced { address, found: us.incarnation }));
         } else {

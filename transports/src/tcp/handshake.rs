@@ -285,13 +285,20 @@ impl Driver {
         match (dial, opening) {
             (Some(no), opening) => self.on_answer(shared, conn, no, opening),
             (None, Opening::Reject(reject @ Reject::Version { .. })) => {
-                refuse(conn, reject);
+                refuse(conn, reject.clone());
+                self.emit(shared, Event::Refused { reject });
                 Ok(())
             }
             (None, Opening::Reject(_)) => Err(violation),
             (None, Opening::Hello(hello)) => {
                 if let Some(reject) = objection(shared, &hello) {
+                    let foreign = matches!(reject, Reject::Deployment { .. });
                     refuse(conn, reject);
+                    // A link has two connections: one of them speaks for it.
+                    if foreign && hello.lane == LaneKind::Control {
+                        let reject = Reject::Deployment { theirs: hello.deployment };
+                        self.emit(shared, Event::Refused { reject });
+                    }
                     return Ok(());
                 }
                 conn.kind = hello.lane;
