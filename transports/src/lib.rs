@@ -90,6 +90,10 @@ pub trait Transport: Send + Sync + 'static {
     /// thread is making progress already (the caller then waits for its result by other means).
     fn progress(&self, wait: Duration) -> bool;
 
+    /// Called by a thread that has made progress and goes to sleep or to longer work: the backend's own thread takes
+    /// over at once, instead of a moment later.
+    fn let_go(&self) {}
+
     /// Whether progress has stopped because the handler panicked.
     fn failed(&self) -> bool;
 

@@ -116,7 +116,11 @@ fn next_work(core: &Core, cell: &ServedCell) -> Work {
             return work;
         }
         let left = BORROW.saturating_sub(idle_since.elapsed());
-        if left.is_zero() || !core.transport().progress(left) {
+        if left.is_zero() {
+            core.transport().let_go();
+            return cell.inbox().pop();
+        }
+        if !core.transport().progress(left) {
             return cell.inbox().pop();
         }
     }

@@ -42,6 +42,38 @@ pub(crate) async fn run(args: StageArgs) -> anyhow::Result<bool> {
         args.layers.clone().map_or_else(|| share(layers_total, number, args.stages), |layers| layers.0);
     // A model that can't be loaded is said before anybody is told of this stage.
     let engine = engine_factory(&args, model, layers, announce);
+    let mut migrate = args.migrate;
+    loop {
+        match live(&args, engine.clone(), migrate, &mut commanded).await? {
+            // The engine is loaded anew, and holds nothing of the life that is over.
+            End::Evicted => say!("{}: its lease ran out; it begins another life", args.lid),
+            End::Replaced => {
+                fail(&args, "another process holds this identity now");
+                return Ok(false);
+            }
+            End::Asked => return Ok(true),
+        }
+        migrate = false;
+    }
+}
+
+/// How a life of the stage ended.
+enum End {
+    /// Its identity was taken from it: whatever it says now is refused everywhere.
+    Evicted,
+    /// Its identity was taken from it, and somebody else has it.
+    Replaced,
+    /// It was to end, or has handed its identity over.
+    Asked,
+}
+
+/// One life of the stage, under one incarnation.
+async fn live(
+    args: &StageArgs,
+    engine: EngineFactory,
+    migrate: bool,
+    commanded: &mut tokio::sync::mpsc::UnboundedReceiver<String>,
+) -> anyhow::Result<End> {
     let mut builder = Node::builder(args.lid.clone())
         .reach(Reach::Tcp(TcpConfig {
             listen: args.listen.clone(),
@@ -54,44 +86,56 @@ pub(crate) async fn run(args: StageArgs) -> anyhow::Result<bool> {
     if let Some(guardian) = args.guardian {
         builder = builder.guardian(guardian);
     }
-    if args.migrate {
+    if migrate {
         builder = builder.migrate();
     }
     let node = builder.start().await.with_context(|| format!("stage {} can't be started", args.lid))?;
     let mut events = node.events();
-    serving(&args, &node).await?;
-    loop {
+    serving(args, &node).await?;
+    let mut asked = std::pin::pin!(asked_to_end());
+    let end = loop {
         tokio::select! {
             event = events.recv() => match event {
-                Ok(NodeEvent::IdentityLost) => {
-                    fail(&args, "another process holds this identity now");
-                    return Ok(false);
-                }
-                Ok(NodeEvent::HandedAway) => {
-                    node.shutdown().await;
-                    return Ok(true);
-                }
-                Ok(event) => show(&args, &event),
+                Ok(NodeEvent::IdentityLost) => break if is_held_by_another(&node) { End::Replaced } else { End::Evicted },
+                Ok(NodeEvent::HandedAway) => break End::Asked,
+                Ok(event) => show(args, &event),
                 Err(tokio::sync::broadcast::error::RecvError::Lagged(missed)) => {
                     tracing::warn!(missed, "events were missed");
                 }
-                Err(tokio::sync::broadcast::error::RecvError::Closed) => return Ok(false),
+                Err(tokio::sync::broadcast::error::RecvError::Closed) => bail!("{}: the node ended", args.lid),
             },
             command = commanded.recv(), if args.parent.is_some() => match command.as_deref() {
                 Some("stats") => tell_stats(&node),
                 Some("leave") => {
                     node.drain(Duration::from_secs(10)).await;
-                    node.shutdown().await;
-                    return Ok(true);
+                    break End::Asked;
                 }
                 _ => {}
             },
-            _ = tokio::signal::ctrl_c() => {
+            () = &mut asked => {
                 node.drain(Duration::from_secs(10)).await;
-                node.shutdown().await;
-                return Ok(true);
+                break End::Asked;
             }
         }
+    };
+    node.shutdown().await;
+    Ok(end)
+}
+
+/// Whether the directory's last word names another life under this node's identity.
+fn is_held_by_another(node: &Node) -> bool {
+    let me = node.me();
+    node.core().routes().iter().any(|route| route.lid == me.lid && route.incarnation != me.incarnation)
+}
+
+/// SIGTERM, or Ctrl-C.
+async fn asked_to_end() {
+    let Ok(mut terminated) = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) else {
+        return drop(tokio::signal::ctrl_c().await);
+    };
+    tokio::select! {
+        _ = terminated.recv() => {}
+        _ = tokio::signal::ctrl_c() => {}
     }
 }
 

@@ -223,16 +223,22 @@ pub(super) fn borrow(shared: &Shared, wait: Duration) -> bool {
         lead.left_at.store(shared.nanos(Instant::now()), Ordering::SeqCst);
         lead.borrowed.store(false, Ordering::SeqCst);
     }
-    lead.borrowers.fetch_sub(1, Ordering::SeqCst);
-    if led {
-        leave(shared);
-    }
+    leave(shared, led);
     led
 }
 
-/// Whoever was refused meanwhile waits by other means: somebody has to go on for them at once.
-fn leave(shared: &Shared) {
+/// A borrower goes. Whoever was refused meanwhile waits by other means: somebody has to go on for them at once.
+fn leave(shared: &Shared, led: bool) {
     let lead = &shared.lead;
+    lead.borrowers.fetch_sub(1, Ordering::SeqCst);
+    if !led {
+        // It was counted while it waited for the driver: the native thread may have gone to sleep on its account.
+        if lead.asleep.swap(false, Ordering::SeqCst) {
+            lead.count_wakeup();
+            lead.unpark();
+        }
+        return;
+    }
     let now = shared.nanos(Instant::now());
     let (at, who) = *lead.refused.lock().expect("nothing under this lock panics");
     let followed = who != 0 && who != me() && now.saturating_sub(at) < ASIDE.as_nanos() as u64;
@@ -243,6 +249,14 @@ fn leave(shared: &Shared) {
         lead.count_wakeup();
         lead.unpark();
     }
+}
+
+/// The borrowers go to other work: the native thread takes over at once.
+pub(super) fn let_go(shared: &Shared) {
+    let lead = &shared.lead;
+    lead.handover.store(true, Ordering::SeqCst);
+    lead.count_wakeup();
+    lead.unpark();
 }
 
 /// The driver, if it is free, or if the native thread lets go of it.
@@ -305,4 +319,43 @@ pub(super) fn end(shared: &Shared) {
     lead.state.store(ENDED, Ordering::SeqCst);
     lead.unpark();
     shared.sweep();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Event, Handler, Identity, TcpConfig, TcpTransport};
+    use connex_protocol::{Incarnation, Peer};
+
+    struct Nobody;
+
+    impl Handler for Nobody {
+        fn handle(&self, _event: Event) {}
+        fn progress_failed(&self, _why: String) {}
+    }
+
+    fn wait_for(what: &str, holds: impl Fn() -> bool) {
+        let until = Instant::now() + Duration::from_secs(10);
+        while !holds() {
+            assert!(Instant::now() < until, "not within 10 s: {what}");
+            thread::yield_now();
+        }
+    }
+
+    /// A borrower that is starved of its processor between being counted and finding the driver taken looks, to the
+    /// native thread, like one in a long wait.
+    #[test]
+    fn the_native_thread_goes_on_when_the_borrower_it_sleeps_for_never_led() {
+        let peer = Peer { lid: "m/pp/0/0/0".parse().unwrap(), incarnation: Incarnation::from_bits(7) };
+        let identity = Identity { peer, deployment: "d".into() };
+        let transport = TcpTransport::start(TcpConfig::default(), identity, Arc::new(Nobody)).unwrap();
+        let (shared, lead) = (&transport.shared, &transport.shared.lead);
+        let waits_for_events = || shared.sleeps_until.load(Ordering::SeqCst) > 0;
+        wait_for("the native thread leads", waits_for_events);
+        lead.borrowers.fetch_add(1, Ordering::SeqCst);
+        shared.wake();
+        wait_for("it sleeps on the borrower's account", || lead.asleep.load(Ordering::SeqCst));
+        leave(shared, false);
+        wait_for("it leads again", waits_for_events);
+    }
 }

@@ -473,6 +473,10 @@ impl Transport for TcpTransport {
         lead::borrow(&self.shared, wait)
     }
 
+    fn let_go(&self) {
+        lead::let_go(&self.shared);
+    }
+
     fn failed(&self) -> bool {
         self.shared.lead.failed()
     }
