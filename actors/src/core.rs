@@ -47,7 +47,7 @@ impl Default for CoreConfig {
         CoreConfig {
             sender: SenderConfig::default(),
             receiver: ReceiverConfig::default(),
-            inline_max: 8 << 10,
+            inline_max: 32 << 10,
             payload_max: 256 << 20,
             ring_bytes: 64 << 20,
             payload_crc: true,

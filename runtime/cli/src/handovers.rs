@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use connex::Incarnation;
-use tokio::sync::Notify;
 use tokio::sync::broadcast::error::RecvError;
 
 use crate::deployment::{Deployment, News, What};
@@ -24,7 +23,6 @@ pub(crate) struct HandedOver {
 #[derive(Clone, Default)]
 pub(crate) struct Handovers {
     known: Arc<Mutex<HashMap<Incarnation, HandedOver>>>,
-    heard: Arc<Notify>,
 }
 
 impl Handovers {
@@ -62,22 +60,10 @@ impl Handovers {
         let entry = known.entry(Incarnation::from_bits(bits)).or_default();
         entry.at_ns = entry.at_ns.max((*at_ns).min(host_ns()));
         entry.steps += steps;
-        self.heard.notify_waiters();
     }
 
     /// What is known of the handovers from this life.
     pub(crate) fn from(&self, incarnation: Incarnation) -> Option<HandedOver> {
         self.known.lock().expect("no holder panics").get(&incarnation).copied()
-    }
-
-    /// Waits for a handover from this life.
-    pub(crate) async fn wait_for(&self, incarnation: Incarnation) -> HandedOver {
-        loop {
-            let heard = self.heard.notified();
-            if let Some(handover) = self.from(incarnation) {
-                return handover;
-            }
-            heard.await;
-        }
     }
 }

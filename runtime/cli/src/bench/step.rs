@@ -27,7 +27,7 @@ use crate::report::{Line, Percentiles, percentiles, round, say, tell};
 /// Replies echo payloads up to this size; larger ones are answered with eight bytes.
 const ECHO_MAX: usize = 16 << 10;
 
-/// Payloads up to this size travel in the step's own frame, as the node's own default has it.
+/// Payloads up to this size travel in the raw transport's own frame; larger ones are read.
 const INLINE_MAX: usize = 8 << 10;
 
 #[derive(Debug, Serialize)]
@@ -70,10 +70,8 @@ pub(crate) async fn run(args: BenchStepArgs) -> anyhow::Result<bool> {
 async fn serve(parent: Option<u32>) -> anyhow::Result<bool> {
     die_with_parent(parent);
     listen_to_parent(parent, |_| {});
-    let config = CoreConfig { inline_max: INLINE_MAX, ..CoreConfig::default() };
     let node = Node::builder(group().replica(0))
         .listen("127.0.0.1:0")
-        .config(config)
         .serve(serve_fn(|step| Ok(reply_of(step.payload()))))
         .start()
         .await?;
@@ -269,7 +267,7 @@ async fn start_other() -> anyhow::Result<Other> {
 async fn measure(args: BenchStepArgs) -> anyhow::Result<bool> {
     let other = start_other().await?;
     let sender = SenderConfig { k: Some(64), ..SenderConfig::default() };
-    let config = CoreConfig { inline_max: INLINE_MAX, sender, ..CoreConfig::default() };
+    let config = CoreConfig { sender, ..CoreConfig::default() };
     let node = Node::client().listen("127.0.0.1:0").config(config).start().await?;
     let route = connex::protocol::wire::directory::Route {
         lid: group().replica(0),
