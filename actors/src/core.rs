@@ -271,11 +271,12 @@ impl Core {
                         routes.remove(&lid);
                     }
                 }
-                if evidence != Evidence::Left {
-                    self.fence(incarnation);
-                }
+                // The group hears why before the link ends, which would be another reason.
                 if let Some(cell) = self.find_group(lid.group()) {
                     cell.on_removed(&lid, incarnation, epoch, evidence);
+                }
+                if evidence != Evidence::Left {
+                    self.fence(incarnation);
                 }
                 self.origin_gone(incarnation);
             }

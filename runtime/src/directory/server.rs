@@ -93,11 +93,14 @@ impl Serving {
     }
 
     fn drive(&self, input: RegistryInput) {
+        // Upgraded before the lock, so let go of after it: to drop the last owner of a transport is to wait for its
+        // handler, which takes the lock.
+        let transport = self.transport();
         let mut registry = self.registry();
         let (before, boot) = (registry.deadline(), registry.boot());
         registry.handle(self.clock.now(), input);
         while let Some(RegistryOutput::Send { to, message }) = registry.poll() {
-            self.send(to, message);
+            self.send(transport.as_deref(), to, message);
         }
         let nearer = match (before, registry.deadline()) {
             (Some(before), Some(after)) => after < before,
@@ -108,8 +111,8 @@ impl Serving {
         }
     }
 
-    fn send(&self, to: Incarnation, message: Message) {
-        let Some(transport) = self.transport() else { return };
+    fn send(&self, transport: Option<&dyn Transport>, to: Incarnation, message: Message) {
+        let Some(transport) = transport else { return };
         let frame = wire::encode(self.me, to, &Frame::Control(Control::Directory(message)));
         match transport.post(Op::Message { to, lane: Lane::Control, frame }).map_err(|refused| refused.why) {
             // Whoever is gone watches no more, as soon as its link's end is heard of.
@@ -181,7 +184,7 @@ impl Directory {
         if serving.transport.set(Arc::downgrade(&transport)).is_err() {
             unreachable!("a directory is started once");
         }
-        let ticker = tokio::spawn(tick(serving.clone(), config.state_file));
+        let ticker = tokio::spawn(tick(serving.clone(), config.state_file, boot));
         Ok(Directory { transport, serving, ticker })
     }
 
@@ -213,9 +216,8 @@ impl Drop for Directory {
     }
 }
 
-/// Ticks the registry whenever a lease may have run out, and keeps its boot number when that has grown.
-async fn tick(serving: Arc<Serving>, state_file: Option<PathBuf>) {
-    let mut kept = serving.registry().boot();
+/// Ticks the registry whenever a lease may have run out, and keeps its boot number when it has grown past `kept`.
+async fn tick(serving: Arc<Serving>, state_file: Option<PathBuf>, mut kept: u64) {
     loop {
         let (deadline, boot) = {
             let registry = serving.registry();
