@@ -235,8 +235,10 @@ impl Registration {
         holder: Route,
         pause: impl FnOnce(Duration) -> Duration,
     ) -> Told {
-        if self.stage != Stage::Waiting {
-            return Told::Nothing;
+        match self.stage {
+            Stage::Waiting => {}
+            Stage::Leaving(None) => return self.on_left(),
+            _ => return Told::Nothing,
         }
         // Asked again: a shadow that is not heard of is taken for dead.
         self.due = Some(now + pause(self.ttl / 3));
@@ -267,6 +269,11 @@ impl Registration {
             Stage::Held if linked || to.is_some() => {
                 self.stage = Stage::Leaving(to);
                 self.due = Some(now);
+                Told::Nothing
+            }
+            // It has been asked for, and may be granted already: the answer decides whether there is something to give up.
+            Stage::Waiting if linked && self.due.is_none() => {
+                self.stage = Stage::Leaving(None);
                 Told::Nothing
             }
             // The directory is away: the lease runs out by itself.

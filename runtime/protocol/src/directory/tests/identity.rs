@@ -364,3 +364,16 @@ fn a_late_answer_is_never_taken_for_anothers() {
     }
     assert_eq!(world.nodes[0].log.len(), before);
 }
+
+#[test]
+fn whoever_leaves_while_its_first_grant_is_on_its_way_holds_nothing_once_it_is_told_so() {
+    for seed in 1..40 {
+        let mut world = World::settled(seed, 1);
+        let leaver = world.add(lid(1), false, None);
+        let registered = |world: &World| world.registry.as_ref().unwrap().routes().any(|r| r.lid == lid(1));
+        world.run_until(TTL_MS, registered);
+        world.tell(leaver, ClientInput::Leave(None));
+        world.run_until(TTL_MS / 2, |world| world.nodes[leaver].left());
+        assert!(!registered(&world), "seed {seed}");
+    }
+}
