@@ -246,6 +246,18 @@ impl Core {
         self.served.read().expect("no holder panics").clone()
     }
 
+    /// The node has ended: its engine's thread and its helpers end with it, and what it had submitted ends as an error
+    /// (P-1). Whoever still holds the core holds the memory of a node, and no node.
+    pub(crate) fn close(&self) {
+        self.doors.close();
+        if let Some(served) = self.served() {
+            served.close();
+        }
+        for cell in self.groups() {
+            cell.close();
+        }
+    }
+
     /// Takes the directory's word on a route, in the order in which it was given.
     pub fn on_change(&self, change: Change) {
         match change {

@@ -8,10 +8,13 @@ use connex_protocol::group::{self, GroupInput, GroupOutput};
 use connex_protocol::ring::Slot as RingSlot;
 use connex_protocol::step::{Sender, SenderConfig, SenderInput, SenderOutput, Submission, Target};
 use connex_protocol::wire::directory::Route;
-use connex_protocol::wire::{Frame, Heartbeat, Payload, Seal, Slot, Step};
+use connex_protocol::wire::{
+    ErrorCode, Frame, Heartbeat, Outcome, Payload, Reply, Seal, Slot, Step, StepError,
+};
 use connex_protocol::{
     Address, Epoch, Evidence, Group, Incarnation, Instant, LogicalId, Machine, Peer, ReplicaNo, StepId,
 };
+use connex_transport::RefusedWhy;
 use tokio::sync::Notify;
 
 use crate::served_cell::encode;
@@ -63,6 +66,8 @@ pub struct GroupCell {
 }
 
 struct State {
+    /// The node has ended: a step ends as it comes.
+    closed: bool,
     sender: Sender<group::Group>,
     sinks: HashMap<StepId, Box<dyn StepSink>>,
     /// Slots that hold the payloads of attempts on their way.
@@ -83,6 +88,7 @@ impl GroupCell {
             core,
             group,
             state: Mutex::new(State {
+                closed: false,
                 sender,
                 sinks: HashMap::new(),
                 slots: HashMap::new(),
@@ -112,6 +118,11 @@ impl GroupCell {
         let Some(core) = self.core.upgrade() else { return Err((submission, sink)) };
         let id = submission.id;
         let mut state = self.state.lock().expect("no holder panics");
+        if state.closed {
+            drop(state);
+            sink.done(ended(Outcome::NotStarted));
+            return Ok(());
+        }
         state.sinks.insert(id, sink);
         let mut refused = None;
         self.run(&core, &mut state, SenderInput::Submit(submission), &mut refused);
@@ -138,6 +149,11 @@ impl GroupCell {
     ) -> Result<StepId, (Submission, Box<dyn StepSink>)> {
         let core = self.core.upgrade().expect("the node outlives its submitters");
         let mut state = self.state.lock().expect("no holder panics");
+        if state.closed {
+            drop(state);
+            sink.done(ended(Outcome::NotStarted));
+            return Ok(core.next_step());
+        }
         let submission = make(core.next_step());
         let id = submission.id;
         state.sinks.insert(id, sink);
@@ -153,6 +169,24 @@ impl GroupCell {
                 Err((submission, sink))
             }
         }
+    }
+
+    /// The node has ended: so does every step of this group that has not, and every later one.
+    pub(crate) fn close(&self) {
+        let Some(core) = self.core.upgrade() else { return };
+        let mut state = self.state.lock().expect("no holder panics");
+        let sinks = std::mem::take(&mut state.sinks);
+        // What is forwarded for others is not this node's to cancel: the hop in front moves it (P-8).
+        for id in sinks.keys().filter(|id| id.origin == core.me().incarnation) {
+            self.run(&core, &mut state, SenderInput::Cancel(*id), &mut None);
+        }
+        state.closed = true;
+        drop(state);
+        // Outside the lock: a step's end may be another step's beginning.
+        for sink in sinks.into_values() {
+            sink.done(ended(Outcome::MayHaveRun));
+        }
+        self.room.notify_waiters();
     }
 
     /// Waits until the mailbox may have room.
@@ -423,6 +457,9 @@ impl GroupCell {
     /// Drives the sender and performs its outputs, in order, under the lock.
     fn run(&self, core: &Core, state: &mut State, input: SenderInput, refused: &mut Option<Submission>) {
         let started = core.clock().now();
+        if state.closed {
+            return;
+        }
         let had_room = state.sender.has_room();
         state.sender.handle(started, input);
         while let Some(output) = state.sender.poll() {
@@ -501,7 +538,18 @@ impl GroupCell {
         if let Err(refused) = core.transport().post(encode(core, to.incarnation, &Frame::Step(step))) {
             tracing::debug!(step = %id, why = %refused.why, "a step was not sent");
             release(core, state, id, attempt);
-            state.sender.handle(core.clock().now(), SenderInput::Unsent { id, attempt });
+            let again = match refused.why {
+                // Nor does it the next time: the step ends as if the replica had said so.
+                RefusedWhy::TooLarge => {
+                    let text =
+                        "its metadata, or the items that it is to go on after, are more than a frame holds";
+                    let error = StepError::new(ErrorCode::TooLarge, Outcome::NotStarted, text);
+                    let reply = Reply { id, route: Vec::new(), items: 0, result: Err(error) };
+                    SenderInput::Reply { from: to.incarnation, reply }
+                }
+                _ => SenderInput::Unsent { id, attempt },
+            };
+            state.sender.handle(core.clock().now(), again);
         }
     }
 
@@ -512,6 +560,12 @@ impl GroupCell {
             nanos => Some(Instant::from_nanos(nanos).since(now)),
         }
     }
+}
+
+/// How a step ends whose node does.
+fn ended(outcome: Outcome) -> StepEnd {
+    let text = "the node was shut down before the step's end";
+    StepEnd { route: Vec::new(), result: Err(StepError::new(ErrorCode::Internal, outcome, text)) }
 }
 
 /// Puts a payload into a sealed slot of the send ring (P-6).

@@ -78,18 +78,46 @@ struct Queue {
     work: VecDeque<Work>,
     woken: bool,
     waiting: bool,
+    closed: bool,
 }
 
 impl Inbox {
     pub(crate) fn push(&self, work: Work) {
         let mut queue = self.queue.lock().expect("no holder panics");
-        if matches!(work, Work::Woken) && std::mem::replace(&mut queue.woken, true) {
+        if queue.closed || matches!(work, Work::Woken) && std::mem::replace(&mut queue.woken, true) {
+            // Dropped without the lock: a step that is dropped tells its cell.
+            drop(queue);
+            drop(work);
             return;
         }
         queue.work.push_back(work);
         if queue.waiting {
             self.filled.notify_one();
         }
+    }
+
+    /// Ends the queue for good: what waits in it is dropped, and whoever takes work from it is told to stop.
+    pub(crate) fn close(&self) {
+        let mut queue = self.queue.lock().expect("no holder panics");
+        queue.closed = true;
+        let dropped = std::mem::take(&mut queue.work);
+        drop(queue);
+        self.filled.notify_all();
+        drop(dropped);
+    }
+
+    /// Takes the steps that wait.
+    pub(crate) fn steps(&self) -> Vec<StepContext> {
+        let mut queue = self.queue.lock().expect("no holder panics");
+        let (mut steps, mut rest) = (Vec::new(), VecDeque::new());
+        for work in queue.work.drain(..) {
+            match work {
+                Work::Execute(step) => steps.push(step),
+                other => rest.push_back(other),
+            }
+        }
+        queue.work = rest;
+        steps
     }
 
     pub(crate) fn try_pop(&self) -> Option<Work> {
@@ -111,6 +139,9 @@ impl Inbox {
     }
 
     fn take(queue: &mut Queue) -> Option<Work> {
+        if queue.closed {
+            return Some(Work::Stop);
+        }
         let work = queue.work.pop_front()?;
         if matches!(work, Work::Woken) {
             queue.woken = false;
@@ -227,6 +258,12 @@ impl StepContext {
     /// Fails the step in the application's name, after it ran.
     pub fn fail(self, why: impl Into<String>) {
         self.finish(Err(StepError::new(ErrorCode::Application, Outcome::Ran, why)));
+    }
+
+    /// Gives the step back before anything was done with it: it goes to another replica, or waits for one.
+    pub(crate) fn give_back(self) {
+        let text = "the replica has no engine for it";
+        self.finish(Err(StepError::new(ErrorCode::Draining, Outcome::NotStarted, text)));
     }
 
     /// Ends the step as aborted with this code.

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, Weak};
 use bytes::{Bytes, BytesMut};
 use connex_protocol::step::{Receiver, ReceiverConfig, ReceiverInput, ReceiverOutput};
 use connex_protocol::wire::hello::Lane;
-use connex_protocol::wire::{self, Frame, Heartbeat, Seal, Slot, StepError};
+use connex_protocol::wire::{self, ErrorCode, Frame, Heartbeat, Outcome, Reply, Seal, Slot, StepError};
 use connex_protocol::{Incarnation, Instant, LogicalId, Machine, ReplicaNo, StepId};
-use connex_transport::{Op, OpId, RegionSlice};
+use connex_transport::{Op, OpId, RefusedWhy, RegionSlice};
 use tokio::sync::watch;
 
 use crate::Core;
@@ -23,6 +23,10 @@ pub struct ServedCell {
     inbox: Arc<Inbox>,
     busy: Busy,
     ready: AtomicBool,
+    /// There is an engine, or the first one is being made.
+    manned: AtomicBool,
+    /// The node has ended: nothing is heard and nothing is answered any more.
+    closed: AtomicBool,
     /// Sent `true` when a fence is complete.
     quiet: watch::Sender<bool>,
 }
@@ -41,6 +45,8 @@ impl ServedCell {
             inbox: Arc::default(),
             busy: Busy::default(),
             ready: AtomicBool::new(true),
+            manned: AtomicBool::new(true),
+            closed: AtomicBool::new(false),
             quiet: watch::Sender::new(false),
         })
     }
@@ -69,7 +75,17 @@ impl ServedCell {
 
     /// Takes new work.
     pub fn is_ready(&self) -> bool {
-        self.ready.load(Ordering::Relaxed)
+        self.ready.load(Ordering::Relaxed) && self.manned.load(Ordering::Relaxed)
+    }
+
+    /// Its engine is there; or it could not be made, and what waits for it goes back to its submitters.
+    pub(crate) fn set_manned(&self, manned: bool) {
+        self.manned.store(manned, Ordering::Relaxed);
+        if !manned {
+            for step in self.inbox.steps() {
+                step.give_back();
+            }
+        }
     }
 
     /// The lives whose steps are remembered.
@@ -96,6 +112,12 @@ impl ServedCell {
     pub fn unfence(self: &Arc<Self>) {
         self.drive(ReceiverInput::Unfence);
         self.ready.store(true, Ordering::Relaxed);
+    }
+
+    /// The node has ended. Its steps get no answers from here: their submitters see it go, and move them.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        self.inbox.close();
     }
 
     pub(crate) fn now(&self) -> Instant {
@@ -126,6 +148,9 @@ impl ServedCell {
     /// Takes one input and performs what comes of it.
     pub(crate) fn drive(self: &Arc<Self>, input: ReceiverInput) {
         let Some(core) = self.core.upgrade() else { return };
+        if self.closed.load(Ordering::SeqCst) {
+            return;
+        }
         let mut state = self.state.lock().expect("no holder panics");
         if let ReceiverInput::Done { id, .. } = &input {
             state.flags.remove(id);
@@ -149,9 +174,14 @@ impl ServedCell {
                 }
                 self.inbox.push(Work::Abort(id, code));
             }
-            // A refused answer is not lost: the submitter asks again, and is answered from the cache.
-            ReceiverOutput::Reply { to, reply } => core.send(to, &Frame::Reply(reply)),
-            ReceiverOutput::Item { to, item } => core.send(to, &Frame::Item(item)),
+            ReceiverOutput::Reply { to, reply } => {
+                let id = reply.id;
+                answer(core, to, id, &Frame::Reply(reply));
+            }
+            ReceiverOutput::Item { to, item } => {
+                let id = item.id;
+                answer(core, to, id, &Frame::Item(item));
+            }
             ReceiverOutput::Control { to, control } => core.send(to, &Frame::Control(control)),
             ReceiverOutput::Notice { from, body } => self.inbox.push(Work::Notice(from, body)),
             ReceiverOutput::Forget(origin) => self.inbox.push(Work::Forget(origin)),
@@ -197,6 +227,18 @@ impl ServedCell {
         }
         posted
     }
+}
+
+/// Sends an answer. A refused one is not lost: the submitter asks again, and is answered from the cache. But one that
+/// no frame holds is refused every time, so the step ends with that.
+fn answer(core: &Core, to: Incarnation, id: StepId, frame: &Frame) {
+    let Err(refused) = core.transport().post(encode(core, to, frame)) else { return };
+    if refused.why != RefusedWhy::TooLarge {
+        return tracing::debug!(peer = %to, step = %id, why = %refused.why, "an answer was not sent");
+    }
+    let text = "its result is larger than a frame holds: yield it in several items";
+    let error = StepError::new(ErrorCode::TooLarge, Outcome::Ran, text);
+    core.send(to, &Frame::Reply(Reply { id, route: Vec::new(), items: 0, result: Err(error) }));
 }
 
 /// A frame from this node to a peer, encoded.

@@ -264,9 +264,10 @@ async fn a_directory_client_that_fails_again_and_again_loses_neither_its_lease_n
         }
         while start.elapsed() < TTL * 2 {
             // Faster than it can answer anything: each one starts where the last one failed.
-            first.core().doors().crash_directory_client("planted");
             let restarted = |event: &NodeEvent| matches!(event, NodeEvent::Restarted { actor, .. } if actor == "directory");
             until("it is started again", || {
+                // What is said while the next one is being started is not heard.
+                first.core().doors().crash_directory_client("planted");
                 let seen = std::iter::from_fn(|| events.try_recv().ok()).filter(restarted).count();
                 restarts += seen;
                 seen > 0

@@ -1,5 +1,5 @@
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent, async_trait};
 
@@ -7,7 +7,7 @@ use super::{ServedEndpointActor, ServedEndpointArgs, end_of};
 use crate::serve::EndpointFactory;
 use crate::{Core, NodeEvent};
 
-/// How long an endpoint that can't be made is left alone before it is tried again.
+/// How long an endpoint that can't be made, or fails again as soon as it is, is left alone before it is tried again.
 const RETRY: Duration = Duration::from_millis(200);
 
 /// Supervises the endpoint that this node serves.
@@ -24,6 +24,9 @@ pub(crate) struct LocalSupervisorState {
     core: Arc<Core>,
     factory: Option<EndpointFactory>,
     child: Option<ActorId>,
+    since: Instant,
+    /// Failures in a row, each within [`RETRY`] of its start.
+    quick: u32,
 }
 
 #[async_trait]
@@ -38,7 +41,7 @@ impl Actor for LocalSupervisor {
         (core, factory): (Arc<Core>, Option<EndpointFactory>),
     ) -> Result<LocalSupervisorState, ActorProcessingErr> {
         myself.send_message(LocalSupervisorMsg::Start)?;
-        Ok(LocalSupervisorState { core, factory, child: None })
+        Ok(LocalSupervisorState { core, factory, child: None, since: Instant::now(), quick: 0 })
     }
 
     async fn handle(
@@ -49,6 +52,7 @@ impl Actor for LocalSupervisor {
     ) -> Result<(), ActorProcessingErr> {
         let LocalSupervisorMsg::Start = message;
         let Some(factory) = state.factory.clone() else { return Ok(()) };
+        state.since = Instant::now();
         let args = ServedEndpointArgs { core: state.core.clone(), factory };
         match ServedEndpointActor::spawn_linked(None, ServedEndpointActor, args, myself.get_cell()).await {
             Ok((actor, _)) => state.child = Some(actor.get_id()),
@@ -72,7 +76,11 @@ impl Actor for LocalSupervisor {
             state.child = None;
             let actor = format!("served endpoint {}", state.core.me().lid);
             state.core.emit(NodeEvent::Restarted { actor, why });
-            myself.send_message(LocalSupervisorMsg::Start)?;
+            state.quick = if state.since.elapsed() < RETRY { state.quick + 1 } else { 0 };
+            match state.quick {
+                0 | 1 => myself.send_message(LocalSupervisorMsg::Start)?,
+                _ => drop(myself.send_after(RETRY, || LocalSupervisorMsg::Start)),
+            }
         }
         Ok(())
     }

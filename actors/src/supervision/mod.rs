@@ -87,6 +87,25 @@ impl Doors {
         put(&self.directory, hook);
     }
 
+    /// Forgets everybody: what they hold of the node is let go.
+    pub(crate) fn close(&self) {
+        fn empty<T>(slot: &Slot<T>) {
+            // Dropped without the lock: it may be the last one to hold the node.
+            let value = slot.lock().expect("no holder panics").take();
+            drop(value);
+        }
+        empty(&self.group_supervisor);
+        empty(&self.liveness);
+        empty(&self.transport);
+        empty(&self.served);
+        empty(&self.directory);
+        empty(&self.directory_actor);
+        empty(&self.cutover);
+        empty(&self.fenced);
+        let groups = std::mem::take(&mut *self.groups.lock().expect("no holder panics"));
+        drop(groups);
+    }
+
     pub(crate) fn put_directory_actor(&self, actor: ActorRef<DirectoryMsg>) {
         put(&self.directory_actor, actor);
     }

@@ -79,6 +79,14 @@ impl NodeSupervisorState {
     }
 }
 
+impl Drop for NodeSupervisorState {
+    /// However the root ends, even half way through its start: its branches are killed with it and run no hook of
+    /// their own, so the node's end is here.
+    fn drop(&mut self) {
+        self.core.close();
+    }
+}
+
 #[async_trait]
 impl Actor for NodeSupervisor {
     type Msg = NodeSupervisorMsg;

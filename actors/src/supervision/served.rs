@@ -51,15 +51,21 @@ impl Actor for ServedEndpointActor {
         let (core, factory) = (args.core.clone(), args.factory);
         let door = myself.clone();
         thread::Builder::new().name("connex-engine".into()).spawn(move || {
-            let run = AssertUnwindSafe(|| {
-                let wake = Wake::new(thread_cell.inbox().clone());
-                let place = Place { core: core.clone(), wake };
-                factory(place).map(|mut endpoint| serve(&core, &thread_cell, endpoint.as_mut()))
-            });
-            let end = match std::panic::catch_unwind(run) {
-                Ok(Ok(())) => None,
-                Ok(Err(why)) => Some(why),
-                Err(panic) => Some(panic_text(panic.as_ref())),
+            let wake = Wake::new(thread_cell.inbox().clone());
+            let place = Place { core: core.clone(), wake };
+            let end = match catch(|| factory(place)) {
+                Ok(Ok(mut endpoint)) => {
+                    thread_cell.set_manned(true);
+                    let served = catch(|| serve(&core, &thread_cell, endpoint.as_mut()));
+                    // Apart from what it did before: a second panic while the first unwinds would end the process.
+                    let dropped = catch(|| drop(endpoint));
+                    served.and(dropped).err()
+                }
+                Ok(Err(why)) | Err(why) => {
+                    // Whoever has no engine keeps no steps that another replica could take.
+                    thread_cell.set_manned(false);
+                    Some(why)
+                }
             };
             thread_cell.mark_idle();
             let _ = door.send_message(ServedEndpointMsg::ThreadEnded(end));
@@ -146,6 +152,11 @@ fn serve(core: &Core, cell: &Arc<ServedCell>, endpoint: &mut dyn Endpoint) {
             Work::Stop => return,
         }
     }
+}
+
+/// Runs `what`; a panic in it is an error with its words.
+fn catch<T>(what: impl FnOnce() -> T) -> Result<T, String> {
+    std::panic::catch_unwind(AssertUnwindSafe(what)).map_err(|panic| panic_text(panic.as_ref()))
 }
 
 fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
