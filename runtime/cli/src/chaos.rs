@@ -31,7 +31,7 @@ struct Report {
 struct Steps {
     submitted: usize,
     completed: usize,
-    /// Of origins that were killed, and so wait for nothing any more.
+    /// Their origin was killed before the last stage had executed them: nobody waits for them any more.
     died_with_origin: usize,
     failed: u64,
     duplicated: usize,

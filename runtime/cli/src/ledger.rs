@@ -35,7 +35,7 @@ impl TempLedger {
         let executions = Ledger::read(&self.path)?;
         let steps: HashSet<StepId> = executions.iter().map(|execution| execution.step).collect();
         Ok(Summary {
-            died_with_origin: steps.iter().filter(|step| killed.contains(&step.origin)).count(),
+            died_with_origin: died_with_origin(&executions, &killed),
             steps: steps.len(),
             duplicated: duplicated(&executions, &killed),
             reordered: reordered(&executions),
@@ -48,7 +48,7 @@ impl TempLedger {
 pub(crate) struct Summary {
     /// Different steps.
     pub(crate) steps: usize,
-    /// Those of origins that were killed.
+    /// Those whose origin was killed before the last stage had executed them: nobody waits for them any more.
     pub(crate) died_with_origin: usize,
     /// Executions too many: by one life twice, or by a second life although the first was never killed.
     pub(crate) duplicated: usize,
@@ -61,6 +61,18 @@ impl Drop for TempLedger {
         // A file left in the temporary folder is all that can come of it.
         let _ = std::fs::remove_file(&self.path);
     }
+}
+
+fn died_with_origin(executions: &[Execution], killed: &HashSet<Incarnation>) -> usize {
+    let last_stage = executions.iter().map(|execution| execution.first_layer).max();
+    let (mut begun, mut done) = (HashSet::new(), HashSet::new());
+    for execution in executions.iter().filter(|execution| killed.contains(&execution.step.origin)) {
+        begun.insert(execution.step);
+        if Some(execution.first_layer) == last_stage {
+            done.insert(execution.step);
+        }
+    }
+    begun.difference(&done).count()
 }
 
 fn duplicated(executions: &[Execution], killed: &HashSet<Incarnation>) -> usize {
@@ -98,6 +110,14 @@ mod tests {
         let id = |seq| StepId { origin: Incarnation::from_bits(9), seq };
         let incarnation = Incarnation::from_bits(life);
         Execution { request: id(1), step: id(step), first_layer: 0, replica: 0, incarnation }
+    }
+
+    #[test]
+    fn a_step_died_with_its_origin_only_if_the_last_stage_never_ran_it() {
+        let at = |step, first_layer| Execution { first_layer, ..execution(step, 2) };
+        let executions = [at(1, 0), at(1, 4), at(2, 0)];
+        assert_eq!(died_with_origin(&executions, &HashSet::from([Incarnation::from_bits(9)])), 1);
+        assert_eq!(died_with_origin(&executions, &HashSet::from([Incarnation::from_bits(2)])), 0);
     }
 
     #[test]
