@@ -1,5 +1,5 @@
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
 use std::time::Duration;
 
@@ -93,6 +93,7 @@ pub struct Core {
     next_op: AtomicU64,
     events: broadcast::Sender<NodeEvent>,
     doors: Doors,
+    takes_over: AtomicBool,
     submitted: AtomicU64,
     completed: AtomicU64,
     failed: AtomicU64,
@@ -119,6 +120,7 @@ impl Core {
             next_op: AtomicU64::new(1),
             events: broadcast::Sender::new(config.events),
             doors: Doors::default(),
+            takes_over: AtomicBool::new(false),
             submitted: AtomicU64::new(0),
             completed: AtomicU64::new(0),
             failed: AtomicU64::new(0),
@@ -165,6 +167,17 @@ impl Core {
     /// Where the node's actors and other protocols are reached.
     pub fn doors(&self) -> &Doors {
         &self.doors
+    }
+
+    /// The node takes its identity over from a life that hands it over by agreement.
+    pub fn take_over(&self) {
+        self.takes_over.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the endpoint that begins now is the first of a node that takes over: it lacks its predecessor's state
+    /// by plan. One that begins after a failure lacks it by that failure.
+    pub(crate) fn begins_taking_over(&self) -> bool {
+        self.takes_over.swap(false, Ordering::Relaxed)
     }
 
     /// Watches what happens from now on.

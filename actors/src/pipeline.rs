@@ -74,7 +74,10 @@ pub fn decode_tokens(bytes: &[u8]) -> Option<Vec<u32>> {
 pub fn endpoint(config: PipelineConfig, engine: EngineFactory) -> EndpointFactory {
     Arc::new(move |place| {
         let number = place.core.me().lid.group().stage();
-        let stage = Stage::new(number, engine(&place.core)?);
+        let mut stage = Stage::new(number, engine(&place.core)?);
+        if place.core.begins_taking_over() {
+            stage = stage.taking_over();
+        }
         let info = stage.info();
         if info.is_first() != (number == 0) {
             return Err(format!(

@@ -150,8 +150,8 @@ struct Flight {
 
 /// Why a request's state must be computed anew.
 enum Loss {
-    /// A stage reported it missing.
-    Missing(u16),
+    /// A stage reported it missing; by plan, if it took over by agreement from the one that had it.
+    Missing { stage: u16, planned: bool },
     /// Its step failed, or came back wrong: what the stages hold is unknown.
     Failed(String),
 }
@@ -429,7 +429,9 @@ impl Scheduler {
         let request = row.row.request;
         let entry = self.requests.get_mut(&request).expect("the caller looked it up");
         match (result, row.row.sample) {
-            (RowResult::Missing { stage, .. }, _) => return self.recover(request, Loss::Missing(stage)),
+            (RowResult::Missing { stage, planned, .. }, _) => {
+                return self.recover(request, Loss::Missing { stage, planned });
+            }
             (RowResult::Superseded, _) => {
                 // Not an end of the request: a submitter that hears it from an old replica goes on waiting for the
                 // new one, and one that hears it from the replica it is on moves on.
@@ -464,10 +466,10 @@ impl Scheduler {
     fn recover(&mut self, request: RequestId, loss: Loss) {
         let budget = self.config.recovery_budget;
         let entry = self.requests.get_mut(&request).expect("the caller looked it up");
-        entry.recoveries += 1;
+        entry.recoveries += u32::from(!matches!(loss, Loss::Missing { planned: true, .. }));
         if entry.recoveries > budget {
             let why = match loss {
-                Loss::Missing(stage) => format!("stage {stage} has lost its state"),
+                Loss::Missing { stage, .. } => format!("stage {stage} has lost its state"),
                 Loss::Failed(why) => why,
             };
             let text = format!("the request was recovered {budget} times and no more is allowed: {why}");
@@ -476,7 +478,7 @@ impl Scheduler {
             return;
         }
         entry.trim = match loss {
-            Loss::Missing(stage) => {
+            Loss::Missing { stage, .. } => {
                 // In a recovery that is under way, `done` counts the new beginning and the trim what is behind it.
                 let (lost, keep) =
                     entry.trim.map_or((stage, entry.done), |trim| (stage.max(trim.stage), trim.keep));

@@ -58,6 +58,9 @@ pub enum RowResult {
         stage: u16,
         /// How many tokens it holds.
         held: u32,
+        /// It took its identity over by agreement and never held the request: no failure, and the request's budget
+        /// of recoveries is not for it.
+        planned: bool,
     },
     /// Another stage 0 has taken the request over.
     Superseded,
@@ -125,6 +128,8 @@ pub struct Stage {
     number: u16,
     engine: Box<dyn Engine>,
     requests_max: usize,
+    /// It took over from a life that handed its identity over, and whose state it doesn't have.
+    took_over: bool,
     held: HashMap<RequestId, Held>,
     uses: u64,
     computed: u64,
@@ -138,6 +143,7 @@ impl Stage {
             number,
             engine,
             requests_max: REQUESTS_MAX,
+            took_over: false,
             held: HashMap::new(),
             uses: 0,
             computed: 0,
@@ -149,6 +155,12 @@ impl Stage {
     /// and computed anew if it comes back.
     pub fn with_requests_max(mut self, requests_max: usize) -> Self {
         self.requests_max = requests_max.max(1);
+        self
+    }
+
+    /// It takes over from another life by agreement: what it lacks of the requests that were there is no failure.
+    pub fn taking_over(mut self) -> Self {
+        self.took_over = true;
         self
     }
 
@@ -263,7 +275,8 @@ impl Stage {
         };
         let lacking = row.row.context > held;
         self.missing += u64::from(lacking);
-        lacking.then_some(RowResult::Missing { stage: self.number, held })
+        let planned = self.took_over && claim.is_none();
+        lacking.then_some(RowResult::Missing { stage: self.number, held, planned })
     }
 
     fn engine_held(&self, request: RequestId) -> u32 {

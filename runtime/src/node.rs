@@ -144,6 +144,9 @@ impl NodeBuilder {
         if serves {
             core.serve();
         }
+        if self.shadow {
+            core.take_over();
+        }
         let membership = Registration::membership(&core, &self.directory, serves, self.shadow, self.guardian);
         let args =
             NodeSupervisorArgs { core: core.clone(), factory: self.endpoint, membership: membership.clone() };

@@ -260,7 +260,7 @@ impl Bench {
     }
 }
 
-const MISSING: RowResult = RowResult::Missing { stage: 1, held: 0 };
+const MISSING: RowResult = RowResult::Missing { stage: 1, held: 0, planned: false };
 
 #[test]
 fn what_can_never_be_served_is_refused_before_anything_runs() {
@@ -389,6 +389,22 @@ fn the_route_really_taken_is_kept_and_an_early_answer_keeps_its_later_part() {
         _ => None,
     });
     assert_eq!(routes, Some(vec![vec![0, 5, 6], vec![1, 5, 6]]), "it is released wherever it was");
+}
+
+#[test]
+fn what_is_lost_by_plan_takes_nothing_from_the_recovery_budget() {
+    let mut bench = Bench::new(ScheduleConfig { recovery_budget: 1, ..config() });
+    bench.admit(1, &[1], &[], 9);
+    for _ in 0..20 {
+        let (ticket, ..) = bench.run();
+        bench.done(ticket, &[0], &[RowResult::Missing { stage: 1, held: 0, planned: true }]);
+    }
+    let (ticket, ..) = bench.run();
+    bench.done(ticket, &[0], &[MISSING]);
+    assert_eq!(bench.end(1), None);
+    let (ticket, ..) = bench.run();
+    bench.done(ticket, &[0], &[MISSING]);
+    assert_eq!(bench.code(1), ErrorCode::RecoveryExhausted);
 }
 
 #[test]

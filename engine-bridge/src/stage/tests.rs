@@ -65,7 +65,7 @@ fn rows_without_state_are_taken_out_and_the_others_go_on_p9() {
     // Request 2 is unknown everywhere, request 3 is new, and request 1 continues.
     let rows = [row(2, 3, 1), row(1, 2, 1), row(3, 0, 2)];
     let results = through(&mut first, &mut last, id(2), &rows, &[9, 7, 1, 2]);
-    let missing = RowResult::Missing { stage: 0, held: 0 };
+    let missing = RowResult::Missing { stage: 0, held: 0, planned: false };
     assert_eq!(results, [missing, next_token(&[5, 6, 7]), next_token(&[1, 2])]);
     assert_eq!((first.requests(), last.requests()), (2, 2), "nothing is stored for what is missing");
     assert_eq!((first.computed(), last.computed()), (5, 5));
@@ -79,9 +79,23 @@ fn what_a_later_stage_lacks_comes_back_in_its_own_place_p9() {
     let mut successor = stage(1);
     let rows = [row(9, 4, 1), row(1, 2, 1), row(3, 0, 1), row(2, 1, 1)];
     let results = through(&mut first, &mut successor, id(2), &rows, &[0, 7, 1, 3]);
-    let missing = |stage| RowResult::Missing { stage, held: 0 };
+    let missing = |stage| RowResult::Missing { stage, held: 0, planned: false };
     assert_eq!(results, [missing(0), missing(1), next_token(&[1]), missing(1)]);
     assert_eq!(successor.computed(), 1);
+}
+
+#[test]
+fn a_stage_that_took_over_lacks_by_plan_what_it_never_held_and_only_that() {
+    let mut successor = stage(0).with_requests_max(2).taking_over();
+    let mut missing = |request, context, planned| {
+        let ran = successor.run(id(1), &meta(&[row(request, context, 1)]), &bytes(&[5]), &()).unwrap();
+        assert_eq!(ran.results, [Some(RowResult::Missing { stage: 0, held: context - 1, planned })]);
+        successor
+            .run(id(2), &meta(&[row(request, 0, context)]), &bytes(&vec![5; context as usize]), &())
+            .unwrap();
+    };
+    missing(1, 1, true);
+    missing(1, 2, false);
 }
 
 #[test]
@@ -258,7 +272,7 @@ fn failure_is_contained(number: u16, bad: Mood) {
     *mood.lock().unwrap() = Mood::Good;
     let rows = [row(1, 2, 1), row(2, 2, 1), row(3, 0, 1)];
     let ran = stage.run(id(3), &meta(&rows), &payload(3), &()).unwrap();
-    let missing = RowResult::Missing { stage: number, held: 0 };
+    let missing = RowResult::Missing { stage: number, held: 0, planned: false };
     assert_eq!(ran.results[0], Some(missing), "the failed step's request was released: {bad:?}");
     assert_ne!(ran.results[1], Some(missing), "the other request's state is still there: {bad:?}");
     assert_eq!(stage.requests(), 2);
@@ -289,7 +303,7 @@ fn state_that_another_origin_built_is_missing_for_this_one_p9() {
     stage.run(id(1), &meta(&[row(1, 0, 2)]), &bytes(&[5, 6]), &()).unwrap();
     let other = StepId { origin: life(2), seq: 1 };
     let ran = stage.run(other, &meta(&[row(1, 2, 1)]), &bytes(&[7]), &()).unwrap();
-    assert_eq!(ran.results, [Some(RowResult::Missing { stage: 0, held: 0 })]);
+    assert_eq!(ran.results, [Some(RowResult::Missing { stage: 0, held: 0, planned: false })]);
     assert!(ran.next.is_none());
 }
 
@@ -313,7 +327,7 @@ fn the_request_that_was_longest_unused_makes_room_and_is_reported_missing() {
     stage.run(id(3), &meta(&[row(3, 0, 1)]), &bytes(&[8]), &()).unwrap();
     assert_eq!((stage.requests(), stage.engine.requests()), (2, 2));
     let ran = stage.run(id(4), &meta(&[row(2, 1, 1), row(1, 2, 1)]), &bytes(&[9, 9]), &()).unwrap();
-    assert_eq!(ran.results, [Some(RowResult::Missing { stage: 0, held: 0 }), None]);
+    assert_eq!(ran.results, [Some(RowResult::Missing { stage: 0, held: 0, planned: false }), None]);
 }
 
 #[test]
@@ -323,7 +337,7 @@ fn in_a_recovery_the_later_stages_get_only_what_they_do_not_hold() {
     through(&mut first, &mut last, id(1), &[row(1, 0, 3)], &prompt[..3]);
     let mut successor = stage(0);
     let lost = through(&mut successor, &mut last, id(2), &[row(1, 3, 1)], &prompt[3..4]);
-    assert_eq!(lost, [RowResult::Missing { stage: 0, held: 0 }]);
+    assert_eq!(lost, [RowResult::Missing { stage: 0, held: 0, planned: false }]);
     // Computed anew in two chunks: the first ends before what the last stage lacks.
     let trim = Some(Trim { stage: 0, keep: 3 });
     let mut chunk = StageRow { trim, ..row(1, 0, 2) };

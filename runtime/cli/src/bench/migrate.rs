@@ -51,8 +51,7 @@ pub(crate) async fn run(args: BenchMigrateArgs) -> anyhow::Result<bool> {
     let load = Load::start(&group, 4, 8, 3);
     let mut pauses = Vec::new();
     for run in 0..args.runs {
-        // A request lives through a few migrations at most: its recovery budget is for failures.
-        load.counts.tokens_more(100).await;
+        load.counts.tokens_more(30).await;
         let seat: Seat = (1, run % 2);
         pauses.extend(migrate(&deployment, seat).await?);
         if (run + 1) % 50 == 0 {
