@@ -136,7 +136,21 @@ impl Deployment {
                 bail!("stage {} replica {} ended at its start: {how}", seat.0, seat.1);
             }
         }
+        deployment.meet_all().await?;
         Ok(deployment)
+    }
+
+    /// Waits until the client may choose every replica of stage 0: else the first that it meets gets all the work.
+    async fn meet_all(&self) -> anyhow::Result<()> {
+        let mut events = self.keeper.client.events();
+        let group = self.keeper.client.group(&self.group()?);
+        let met = || group.replicas().iter().filter(|replica| replica.routable).count();
+        while met() < self.keeper.plan.replicas as usize {
+            // A missed event is no fault: the state is looked at again.
+            let heard = tokio::time::timeout(Duration::from_secs(30), events.recv()).await;
+            drop(heard.context("the client did not meet every replica of stage 0 within 30 s")?);
+        }
+        Ok(())
     }
 
     /// The client in this process.

@@ -45,7 +45,7 @@ pub(crate) async fn run(args: BenchHandoverArgs) -> anyhow::Result<bool> {
         // By now every hop has moved its steps; the last of them counts.
         let Some(handover) = handovers.from(incarnation) else { continue };
         values.push(handover.at_ns.saturating_sub(killed_ns) as f64 / 1e6);
-        if (run + 1) % 50 == 0 {
+        if (run + 1).is_multiple_of(50) {
             say!("{} of {} runs", run + 1, args.runs);
         }
     }
