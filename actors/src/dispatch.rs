@@ -9,7 +9,7 @@ use connex_protocol::{Evidence, Incarnation, Peer};
 use connex_transport::{Completion, Event, Handler};
 
 use crate::supervision::LivenessMsg;
-use crate::{Core, GroupCell, NodeEvent};
+use crate::{Core, GroupCell, NodeEvent, ServedCell};
 
 /// The transport's handler: takes each event to the machine that it concerns, on the progress thread.
 pub struct Dispatch {
@@ -90,7 +90,10 @@ impl Dispatch {
                 to_group(core, from, SenderInput::Control { from, control });
             }
             Control::Cancel { .. } | Control::Ask { .. } | Control::Notice { .. } => {
-                if let Some(served) = core.served() {
+                let takes = |served: &Arc<ServedCell>| {
+                    !matches!(control, Control::Notice { .. }) || served.inbox().takes_notices()
+                };
+                if let Some(served) = core.served().filter(takes) {
                     served.drive(ReceiverInput::Control { from, control });
                 }
             }

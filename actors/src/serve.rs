@@ -66,7 +66,11 @@ pub(crate) enum Work {
     Stop,
 }
 
-/// The queue in front of an endpoint's thread. The receiver bounds what is in it.
+/// Notices that may wait for an endpoint's thread. Further ones are not acknowledged, so their sender, which keeps a
+/// bounded number itself, sends them again.
+const NOTICES_MAX: usize = 1024;
+
+/// The queue in front of an endpoint's thread. The receiver bounds the steps in it.
 #[derive(Default)]
 pub(crate) struct Inbox {
     queue: Mutex<Queue>,
@@ -79,6 +83,7 @@ struct Queue {
     woken: bool,
     waiting: bool,
     closed: bool,
+    notices: usize,
 }
 
 impl Inbox {
@@ -90,10 +95,16 @@ impl Inbox {
             drop(work);
             return;
         }
+        queue.notices += usize::from(matches!(work, Work::Notice(..)));
         queue.work.push_back(work);
         if queue.waiting {
             self.filled.notify_one();
         }
+    }
+
+    /// Whether another notice may wait.
+    pub(crate) fn takes_notices(&self) -> bool {
+        self.queue.lock().expect("no holder panics").notices < NOTICES_MAX
     }
 
     /// Ends the queue for good: what waits in it is dropped, and whoever takes work from it is told to stop.
@@ -143,8 +154,10 @@ impl Inbox {
             return Some(Work::Stop);
         }
         let work = queue.work.pop_front()?;
-        if matches!(work, Work::Woken) {
-            queue.woken = false;
+        match work {
+            Work::Woken => queue.woken = false,
+            Work::Notice(..) => queue.notices -= 1,
+            _ => {}
         }
         Some(work)
     }
