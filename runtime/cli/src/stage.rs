@@ -1,5 +1,6 @@
 //! `connex stage`.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -40,6 +41,7 @@ pub(crate) async fn run(args: StageArgs) -> anyhow::Result<bool> {
     let layers_total = model.layers(args.stages)?;
     let layers =
         args.layers.clone().map_or_else(|| share(layers_total, number, args.stages), |layers| layers.0);
+    fits(&layers, layers_total, number, args.stages)?;
     // A model that can't be loaded is said before anybody is told of this stage.
     let engine = engine_factory(&args, model, layers, announce);
     let mut migrate = args.migrate;
@@ -137,6 +139,25 @@ async fn asked_to_end() {
         _ = terminated.recv() => {}
         _ = tokio::signal::ctrl_c() => {}
     }
+}
+
+/// Refuses a range that can't be this stage's. Whether it continues the neighbours' the first step tells.
+fn fits(layers: &Range<u32>, total: u32, number: u16, stages: u16) -> anyhow::Result<()> {
+    if layers.end > total {
+        bail!("there are no layers {layers:?}: the model has 0..{total}");
+    }
+    if (layers.start == 0) != (number == 0) {
+        bail!(
+            "stage {number} can't have layers {layers:?}: stage 0 begins with layer 0, and no other stage does"
+        );
+    }
+    if (layers.end == total) != (number + 1 == stages) {
+        bail!(
+            "stage {number} of {stages} can't have layers {layers:?}: the last stage ends with layer {total}, and no \
+             other stage does"
+        );
+    }
+    Ok(())
 }
 
 /// Waits until the stage holds its identity, and says so.
