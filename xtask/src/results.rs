@@ -1,5 +1,6 @@
 use std::fmt::Write;
-use std::process::Stdio;
+use std::io::Read;
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
@@ -8,6 +9,12 @@ use serde_json::{Map, Value};
 use crate::figures::tables;
 use crate::run::{Tree, clock, heard, output, phase, run, show};
 use crate::shown::{SHOWN, Shown};
+
+/// How long a command may take: several times of what the longest takes on a slow machine. One that hangs is a result.
+const COMMAND_MAX: Duration = Duration::from_secs(20 * 60);
+
+/// How often it is looked whether a command has ended.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// Runs every command of the list and writes what it printed to `docs/results.md`, failures too. It fails if one of
 /// them does not hold.
@@ -67,21 +74,44 @@ impl Measured {
         command.args(shown.args.split(' ')).stderr(Stdio::inherit());
         println!("-- {}", show(&command));
         let start = Instant::now();
-        let output = command.output();
+        let ended = bounded(&mut command, COMMAND_MAX);
         let took = start.elapsed();
-        match output {
-            Ok(output) => {
-                let raw = String::from_utf8_lossy(&output.stdout).into_owned();
-                let answer = if output.status.success() {
-                    one_object(&raw)
-                } else {
-                    Err(anyhow::anyhow!("it ended with {}", output.status))
+        match ended {
+            Ok((raw, status)) => {
+                let answer = match status {
+                    None => Err(anyhow::anyhow!("it had not ended after {} min", clock(COMMAND_MAX))),
+                    Some(status) if status.success() => one_object(&raw),
+                    Some(status) => Err(anyhow::anyhow!("it ended with {status}")),
                 };
                 Measured { raw, answer, took }
             }
             Err(error) => Measured { raw: String::new(), answer: Err(error.into()), took },
         }
     }
+}
+
+/// Runs a command and takes its standard output; `None` in place of its status if it had to be killed.
+fn bounded(command: &mut Command, limit: Duration) -> std::io::Result<(String, Option<ExitStatus>)> {
+    let (mut child, start) = (command.stdout(Stdio::piped()).spawn()?, Instant::now());
+    let mut out = child.stdout.take().expect("it is piped");
+    let reading = std::thread::spawn(move || {
+        let mut text = Vec::new();
+        // What was read until then counts.
+        let _ = out.read_to_end(&mut text);
+        String::from_utf8_lossy(&text).into_owned()
+    });
+    let status = loop {
+        match child.try_wait()? {
+            None if start.elapsed() > limit => {
+                child.kill()?;
+                child.wait()?;
+                break None;
+            }
+            None => std::thread::sleep(LOOK),
+            ended => break ended,
+        }
+    };
+    Ok((reading.join().expect("reading does not panic"), status))
 }
 
 /// The one JSON object that is all of `text`.
@@ -150,6 +180,17 @@ fn cold_build(tree: &Tree) -> anyhow::Result<(Duration, usize)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_command_that_hangs_is_ended_and_what_it_said_is_kept() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo begun; exec sleep 60"]);
+        let (said, status) = bounded(&mut command, Duration::from_secs(1)).expect("sh is there");
+        assert_eq!((said.as_str(), status), ("begun\n", None));
+        let (said, status) =
+            bounded(Command::new("sh").args(["-c", "echo done; exit 3"]), COMMAND_MAX).expect("sh is there");
+        assert_eq!((said.as_str(), status.and_then(|status| status.code())), ("done\n", Some(3)));
+    }
 
     #[test]
     fn only_a_single_json_object_counts_as_an_answer() {

@@ -62,6 +62,11 @@ impl Tree {
         command
     }
 
+    /// Where nextest leaves its report of the profile `report`: below the root, wherever cargo builds.
+    pub(crate) fn nextest_report(&self) -> PathBuf {
+        self.root.join("target/nextest/report/junit.xml")
+    }
+
     /// The `connex` binary, once it is built.
     pub(crate) fn connex(&self) -> PathBuf {
         self.target.join("release").join(format!("connex{}", std::env::consts::EXE_SUFFIX))
@@ -80,6 +85,20 @@ pub(crate) fn output(command: &mut Command) -> anyhow::Result<String> {
     let output = command.stderr(Stdio::inherit()).output().with_context(|| format!("starting {shown}"))?;
     check(command, output.status)?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// What a command said, on both its streams.
+pub(crate) struct Said {
+    pub(crate) succeeded: bool,
+    pub(crate) text: String,
+}
+
+/// Runs a command to its end and shows nothing of what it says.
+pub(crate) fn quietly(command: &mut Command) -> anyhow::Result<Said> {
+    let output = timed(command, Command::output)?;
+    let text =
+        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+    Ok(Said { succeeded: output.status.success(), text })
 }
 
 /// Runs a command with its output shown as it comes, and calls `on_line` with each line of what it prints.
