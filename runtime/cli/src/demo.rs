@@ -1,6 +1,6 @@
 //! `connex demo`: the main job, shown.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use connex::Step;
@@ -174,13 +174,17 @@ async fn generate(
 ) -> anyhow::Result<(Vec<Vec<u32>>, Seen)> {
     let group = deployment.client().group(&deployment.group()?);
     group.ready().await;
+    let mut news = deployment.news();
+    if let Some(seat) = victim {
+        reach(deployment, seat, args.replicas, &mut news).await?;
+    }
     let (tokens, mut incoming) = mpsc::unbounded_channel();
     for (request, prompt) in prompts.iter().enumerate() {
-        let step = request_step(prompt, args.tokens);
+        let route = victim.map(|victim| beside(victim, request as u32, args.replicas)).unwrap_or_default();
+        let step = request_step(prompt, args.tokens).route(route);
         tokio::spawn(follow(deployment.client().group(&deployment.group()?), step, request, tokens.clone()));
     }
     drop(tokens);
-    let mut news = deployment.news();
     let mut own = deployment.client().events();
     let mut outputs = vec![Vec::new(); prompts.len()];
     let mut seen = Seen::default();
@@ -310,15 +314,10 @@ async fn prove_rejoined(
     }
     deployment.wait_ready(seat, 1).await?;
     deployment.tell(seat, "executing");
-    let (stage, replica) = seat;
-    let mut route = vec![0; usize::from(stage) + 1];
-    route[usize::from(stage)] = replica;
-    let group = deployment.client().group(&deployment.group()?);
     for _ in 0..args.tokens.max(200) {
-        let step = request_step(&[1], 1).route(route.clone());
-        let mut stream = group.stream(step).await?;
-        while stream.next().await.is_some() {}
-        stream.end().await.context("a request through the process that came back")?;
+        one_token(deployment, beside(seat, 0, args.replicas))
+            .await
+            .context("a request through the process that came back")?;
         while let Ok(heard) = news.try_recv() {
             on_news(deployment, Some(seat), &heard, seen);
         }
@@ -327,6 +326,43 @@ async fn prove_rejoined(
         }
     }
     Ok(())
+}
+
+/// Sends short requests towards a seat until one executes there: from then on a request that prefers it gets there. The
+/// first processes of a deployment serve before they all know each other.
+async fn reach(
+    deployment: &Deployment,
+    seat: Seat,
+    replicas: u32,
+    news: &mut tokio::sync::broadcast::Receiver<News>,
+) -> anyhow::Result<()> {
+    deployment.tell(seat, "executing");
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while Instant::now() < deadline {
+        one_token(deployment, beside(seat, 0, replicas)).await.context("a request before the kill")?;
+        while let Ok(heard) = news.try_recv() {
+            if heard.seat == seat && matches!(heard.what, What::Line(Line::Executing { .. })) {
+                return Ok(());
+            }
+        }
+    }
+    bail!("no request got to stage {} replica {} within 30 s", seat.0, seat.1)
+}
+
+async fn one_token(deployment: &Deployment, route: Vec<u32>) -> anyhow::Result<()> {
+    let group = deployment.client().group(&deployment.group()?);
+    let mut stream = group.stream(request_step(&[1], 1).route(route)).await?;
+    while stream.next().await.is_some() {}
+    stream.end().await?;
+    Ok(())
+}
+
+/// The route of a request up to a seat's stage: the seat itself for the first one, the replicas beside it in turn for
+/// the next.
+fn beside((stage, replica): Seat, request: u32, replicas: u32) -> Vec<u32> {
+    let mut route = vec![request % replicas; usize::from(stage) + 1];
+    route[usize::from(stage)] = (replica + request) % replicas;
+    route
 }
 
 /// The steps of the clients and of the stage-0 processes that live, and executions that the ledger names twice.
