@@ -54,7 +54,8 @@ fn table(rows: &[Value]) -> String {
             for (name, value) in row.as_object().into_iter().flatten() {
                 split(name.clone(), value, &mut plain, &mut lists);
             }
-            // A list within a row is left to the raw answer.
+            // A list within a row is left to the raw answer, and what a row lacks is an empty cell.
+            plain.retain(|(_, value)| value != "null");
             plain
         })
         .collect();
@@ -104,7 +105,9 @@ mod tests {
 
     #[test]
     fn a_list_of_objects_is_a_table_with_every_column_that_a_row_has() {
-        let page = of(json!({"rows": [{"bytes": 64, "us": {"p50": 1.5}}, {"bytes": 128, "wait": "spin"}]}));
+        let page = of(
+            json!({"rows": [{"bytes": 64, "us": {"p50": 1.5}}, {"bytes": 128, "us": null, "wait": "spin"}]}),
+        );
         assert!(page.contains("| bytes | us.p50 | wait |\n| --- | --- | --- |\n"), "{page}");
         assert!(page.contains("| 64 | 1.5 |  |\n| 128 |  | spin |\n"), "{page}");
     }

@@ -3,6 +3,7 @@ use std::sync::LazyLock;
 
 use serde_json::Value;
 
+use crate::source::words;
 use crate::tree::{none, printed, root, text};
 
 /// The packages from the bottom up: each knows only those on lower levels.
@@ -213,6 +214,29 @@ fn no_version_is_settled_that_nobody_uses() {
     };
     let unused = settled.filter(|name| !used(name)).map(str::to_owned);
     none(&unused.collect::<Vec<_>>(), "no package uses these: take them out of [workspace.dependencies]");
+}
+
+#[test]
+fn no_package_declares_what_it_does_not_use() {
+    let sources = crate::tree::sources();
+    let owner = |path: &str| {
+        let owners = MEMBERS.iter().filter(|member| path.starts_with(&format!("{}/", member.folder)));
+        owners.max_by_key(|member| member.folder.len()).map(|member| member.name.clone())
+    };
+    let mut found = Vec::new();
+    for member in MEMBERS.iter() {
+        let own = sources.iter().filter(|source| owner(&source.path).as_deref() == Some(&member.name));
+        let code: Vec<&str> =
+            own.flat_map(|source| &source.lines).flat_map(|line| words(&line.text)).collect();
+        for dependency in member.manifest["dependencies"].as_array().into_iter().flatten() {
+            let name = dependency["rename"].as_str().or(dependency["name"].as_str()).unwrap_or_default();
+            // A package that depends on itself turns a feature on for its tests.
+            if name != member.name && !code.contains(&name.replace('-', "_").as_str()) {
+                found.push(format!("{}/Cargo.toml: {name}", member.folder));
+            }
+        }
+    }
+    none(&found, "nothing in these packages names these dependencies: take them out");
 }
 
 #[test]
