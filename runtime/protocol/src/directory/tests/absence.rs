@@ -44,6 +44,18 @@ fn a_directory_that_hangs_for_two_leases_evicts_nobody_when_it_goes_on() {
 }
 
 #[test]
+fn a_directory_that_hangs_for_any_time_evicts_nobody() {
+    let mut world = World::settled(17, NODES);
+    for ms in (100..2 * TTL_MS).step_by(130) {
+        world.frozen = true;
+        world.run(ms);
+        world.frozen = false;
+        world.run(TTL_MS / 2);
+        nobody_noticed(&world);
+    }
+}
+
+#[test]
 fn a_holder_that_died_while_the_directory_hung_is_gone_a_lease_after_it_goes_on() {
     let mut world = World::settled(3, NODES);
     world.frozen = true;
