@@ -109,7 +109,7 @@ enum State {
     Routable,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Replica {
     member: Member,
     ready: bool,
@@ -144,7 +144,7 @@ impl Replica {
 /// | registered | up | yes | yes | any | never |
 /// | registered | up | yes | no | yes | only if no other may be |
 /// | registered | up | yes | no | no | yes |
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Group {
     name: crate::Group,
     replicas: BTreeMap<ReplicaNo, Replica>,

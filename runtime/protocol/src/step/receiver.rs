@@ -163,7 +163,7 @@ pub enum ReceiverOutput {
     Quiet,
 }
 
-#[derive(Default)]
+#[derive(Clone, Debug, Default)]
 struct Origin {
     completed: Completed,
     entries: BTreeMap<u64, Entry>,
@@ -173,6 +173,7 @@ struct Origin {
     finished: BTreeSet<u64>,
 }
 
+#[derive(Clone, Debug)]
 struct Entry {
     waiters: Vec<Incarnation>,
     /// Items yielded in this life, and the index of the first of them.
@@ -181,6 +182,7 @@ struct Entry {
     state: State,
 }
 
+#[derive(Clone, Debug)]
 enum State {
     /// Its payload is being read.
     Fetching {
@@ -202,6 +204,7 @@ enum State {
 }
 
 /// The downstream side of a hop: what a served endpoint received, executes and has answered.
+#[derive(Clone, Debug)]
 pub struct Receiver {
     config: ReceiverConfig,
     origins: BTreeMap<Incarnation, Origin>,

@@ -218,6 +218,7 @@ pub enum SenderOutput {
     },
 }
 
+#[derive(Clone, Debug)]
 struct Entry {
     order: u64,
     own: bool,
@@ -249,7 +250,7 @@ enum Place {
     Sent(Target),
 }
 
-#[derive(Default)]
+#[derive(Clone, Debug, Default)]
 struct Mailbox {
     incarnation: Option<Incarnation>,
     paused: bool,
@@ -261,6 +262,7 @@ struct Mailbox {
 }
 
 /// The upstream side of a hop: accepted, unfinished steps of one group, and where each of them is.
+#[derive(Clone, Debug)]
 pub struct Sender<C> {
     config: SenderConfig,
     me: Incarnation,
