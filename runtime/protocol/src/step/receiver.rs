@@ -95,7 +95,8 @@ pub enum ReceiverInput {
         /// The message.
         control: Control,
     },
-    /// An origin is gone for good: it is finished as a whole (P-3).
+    /// An origin is gone for good: it is finished as a whole (P-3). If it was only away for long, what it submits
+    /// after all that is new, and is executed.
     OriginGone(Incarnation),
     /// Start nothing more; what has not begun, and what streams, goes back to its submitters. Both for a drain and
     /// for a migration's fence.
@@ -166,6 +167,8 @@ pub enum ReceiverOutput {
 #[derive(Clone, Debug, Default)]
 struct Origin {
     completed: Completed,
+    /// The highest number seen.
+    highest: u64,
     entries: BTreeMap<u64, Entry>,
     /// Steps that have not begun, in order of arrival (P-7).
     queue: VecDeque<u64>,
@@ -208,7 +211,8 @@ enum State {
 pub struct Receiver {
     config: ReceiverConfig,
     origins: BTreeMap<Incarnation, Origin>,
-    gone: BTreeSet<Incarnation>,
+    /// Origins that were finished as a whole, and the highest number seen of each: what is above it is new.
+    gone: BTreeMap<Incarnation, u64>,
     gone_order: VecDeque<Incarnation>,
     notices: BTreeMap<Incarnation, u64>,
     fenced: bool,
@@ -224,7 +228,7 @@ impl Receiver {
         Receiver {
             config,
             origins: BTreeMap::new(),
-            gone: BTreeSet::new(),
+            gone: BTreeMap::new(),
             gone_order: VecDeque::new(),
             notices: BTreeMap::new(),
             fenced: false,
@@ -252,7 +256,7 @@ impl Receiver {
 
     fn on_step(&mut self, from: Incarnation, step: Step) {
         let id = step.id;
-        if self.gone.contains(&id.origin) {
+        if self.gone.get(&id.origin).is_some_and(|highest| id.seq <= *highest) {
             self.refuse(from, id, ErrorCode::Stale, Outcome::MayHaveRun, "its origin is gone");
             return;
         }
@@ -266,6 +270,7 @@ impl Receiver {
         self.origins.entry(id.origin).or_default();
         self.learn(id.origin, &step.completed);
         let origin = self.origins.get_mut(&id.origin).expect("it was just made");
+        origin.highest = origin.highest.max(id.seq).max(step.completed.below.saturating_sub(1));
         if id.seq < origin.completed.below || origin.finished.contains(&id.seq) {
             self.refuse(from, id, ErrorCode::Stale, Outcome::MayHaveRun, "its origin has finished it");
         } else if origin.entries.contains_key(&id.seq) {
@@ -313,6 +318,7 @@ impl Receiver {
             .copied()
             .filter(|seq| *seq < below || origin.finished.contains(seq))
             .collect();
+        let dropped = !over.is_empty();
         for seq in over {
             self.drop_step(StepId { origin: id, seq });
         }
@@ -320,6 +326,10 @@ impl Receiver {
         let origin = self.origins.get_mut(&id).expect("it was there above");
         while origin.finished.len() > self.config.steps_per_origin {
             origin.finished.pop_first();
+        }
+        if dropped {
+            // Those behind what was dropped need not wait for it any more.
+            self.advance(id);
         }
     }
 
@@ -580,7 +590,10 @@ impl Receiver {
     }
 
     fn on_origin_gone(&mut self, id: Incarnation) {
-        if self.gone.insert(id) {
+        let highest = self.origins.get(&id).map_or(0, |origin| origin.highest);
+        let known = self.gone.get(&id).copied();
+        self.gone.insert(id, known.unwrap_or(0).max(highest));
+        if known.is_none() {
             self.gone_order.push_back(id);
             if self.gone_order.len() > self.config.gone
                 && let Some(oldest) = self.gone_order.pop_front()

@@ -51,8 +51,9 @@ fn explore(name: &str, start: World) -> usize {
     seen.len()
 }
 
-/// Nothing is on its way any more: with time, every step ends (P-1).
+/// Nothing is on its way any more: every step has ended, or ends with time if only time can help (P-1).
 fn settle(mut world: World) {
+    assert!(world.is_done() || world.waits_for_time(), "a step waits for nothing: {world:#?}");
     for _ in 0..ROUNDS {
         if world.is_done() {
             return;
@@ -97,15 +98,62 @@ fn a_link_that_is_lost_with_what_was_on_it_costs_no_step_and_no_second_execution
 }
 
 #[test]
+fn what_vanishes_in_silence_is_asked_for_and_sent_again() {
+    let budget = Budget { submits: 2, vanishings: 2, ..Budget::default() };
+    explore("vanishings", World::new(1, 2, false, budget));
+    let budget = Budget { submits: 2, vanishings: 1, crashes: 1, ..Budget::default() };
+    explore("vanishing, death, payloads in slots", World::new(2, 2, true, budget));
+}
+
+#[test]
 fn a_cancel_at_any_moment_ends_its_step_once_and_harms_no_other() {
     let budget = Budget { submits: 3, cancels: 1, crashes: 1, ..Budget::default() };
     explore("cancel", World::new(2, 2, false, budget));
     let budget = Budget { submits: 3, cancels: 2, ..Budget::default() };
     explore("two cancels, payloads in slots", World::new(1, 2, true, budget));
+    let budget = Budget { submits: 3, cancels: 1, relinks: 1, ..Budget::default() };
+    explore("cancel, lost link, payloads in slots", World::new(1, 2, true, budget));
 }
 
 #[test]
 fn questions_asked_too_early_change_nothing() {
     let budget = Budget { submits: 3, early_ticks: 2, crashes: 1, ..Budget::default() };
     explore("early questions", World::new(2, 1, false, budget));
+}
+
+/// Draws numbers; the same from the same seed.
+struct Rng(u64);
+
+impl Rng {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % n
+    }
+}
+
+#[test]
+fn long_random_lives_of_larger_worlds_keep_the_same_promises() {
+    for seed in 1..=3000 {
+        let mut rng = Rng(seed * 0x9e37_79b9_7f4a_7c15);
+        let budget = Budget {
+            submits: 40,
+            crashes: rng.below(6) as u32,
+            comebacks: rng.below(6) as u32,
+            relinks: rng.below(4) as u32,
+            lost_payloads: rng.below(8) as u32,
+            vanishings: rng.below(4) as u32,
+            cancels: rng.below(8) as u32,
+            early_ticks: rng.below(10) as u32,
+        };
+        let (replicas, k, slots) = (1 + rng.below(4) as u32, 1 + rng.below(6), rng.below(2) == 0);
+        let mut world = World::new(replicas, k, slots, budget);
+        loop {
+            let acts = world.acts();
+            let Some(act) = acts.get(rng.below(acts.len().max(1))) else { break };
+            world.apply(*act, false);
+        }
+        settle(world);
+    }
 }

@@ -14,28 +14,31 @@ use connex_protocol::{Address, Epoch, Evidence, Group, Incarnation, Instant, Mac
 
 /// What may still happen in a world, beside deliveries and the engines' work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Budget {
+pub(super) struct Budget {
     /// Steps to submit.
-    pub submits: u64,
+    pub(super) submits: u64,
     /// Deaths of a replica's process.
-    pub crashes: u32,
+    pub(super) crashes: u32,
     /// New lives of a replica that died.
-    pub comebacks: u32,
+    pub(super) comebacks: u32,
     /// Losses of one of the two links, with what was on it.
-    pub relinks: u32,
+    pub(super) relinks: u32,
     /// Payloads that can't be read.
-    pub lost_payloads: u32,
+    pub(super) lost_payloads: u32,
+    /// Messages to a replica that vanish while their link lives.
+    pub(super) vanishings: u32,
     /// Cancels.
-    pub cancels: u32,
+    pub(super) cancels: u32,
     /// Times at which the clock jumps to the sender's deadline although something else could happen.
-    pub early_ticks: u32,
+    pub(super) early_ticks: u32,
 }
 
 /// One thing that may happen next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Act {
+pub(super) enum Act {
     Submit,
     ToReplica(Incarnation),
+    Vanish(Incarnation),
     ToOrigin(Incarnation),
     Read {
         at: Incarnation,
@@ -93,7 +96,7 @@ struct History {
 
 /// The whole state; what the search explores.
 #[derive(Clone, Debug)]
-pub struct World {
+pub(super) struct World {
     now: Instant,
     sender: Sender<Members>,
     lives: BTreeMap<Incarnation, Life>,
@@ -101,6 +104,8 @@ pub struct World {
     budget: Budget,
     slots: bool,
     disordered: bool,
+    /// Something happened that nobody was told of.
+    silent: bool,
     k: usize,
     next: u64,
     lives_made: u64,
@@ -119,7 +124,7 @@ fn body(seq: u64) -> Bytes {
 
 impl World {
     /// A group of `replicas`, each with a first life; at most `k` steps in flight; payloads in slots if so asked.
-    pub fn new(replicas: ReplicaNo, k: usize, slots: bool, budget: Budget) -> Self {
+    pub(super) fn new(replicas: ReplicaNo, k: usize, slots: bool, budget: Budget) -> Self {
         let config = SenderConfig { k: Some(k), ..SenderConfig::default() };
         let mut world = World {
             now: Instant::ZERO,
@@ -129,6 +134,7 @@ impl World {
             budget,
             slots,
             disordered: false,
+            silent: false,
             k,
             next: 1,
             lives_made: 0,
@@ -182,7 +188,7 @@ impl World {
     }
 
     /// Everything that may happen next, but the passing of time.
-    pub fn acts(&self) -> Vec<Act> {
+    pub(super) fn acts(&self) -> Vec<Act> {
         let mut acts = Vec::new();
         let budget = self.budget;
         if budget.submits > 0 {
@@ -198,6 +204,9 @@ impl World {
             }
             if !life.outbound.is_empty() {
                 acts.push(Act::ToReplica(*at));
+                if budget.vanishings > 0 {
+                    acts.push(Act::Vanish(*at));
+                }
             }
             for id in life.reading.keys() {
                 acts.push(Act::Read { at: *at, id: *id, whole: true });
@@ -231,11 +240,11 @@ impl World {
     }
 
     /// Whether every submitted step has ended.
-    pub fn is_done(&self) -> bool {
+    pub(super) fn is_done(&self) -> bool {
         self.steps.values().all(|step| !step.results.is_empty())
     }
 
-    pub fn apply(&mut self, act: Act, free: bool) {
+    pub(super) fn apply(&mut self, act: Act, free: bool) {
         match act {
             Act::Submit => {
                 self.budget.submits -= 1;
@@ -264,7 +273,12 @@ impl World {
                     },
                 );
             }
-            Act::ToOrigin(at) => self.to_origin(at),
+            Act::Vanish(at) => {
+                self.budget.vanishings -= 1;
+                (self.disordered, self.silent) = (true, true);
+                self.life(at).outbound.pop_front();
+            }
+            Act::ToOrigin(at) => self.origin_takes(at),
             Act::Read { at, id, whole } => {
                 let attempt = self.life(at).reading.remove(&id).expect("it is being read");
                 if !whole {
@@ -324,7 +338,12 @@ impl World {
         self.check();
     }
 
-    pub fn deadline(&self) -> Option<Instant> {
+    /// Whether nothing but time can help: nobody was told of what happened, or there is no replica.
+    pub(super) fn waits_for_time(&self) -> bool {
+        self.silent || self.lives.values().all(|life| !life.alive)
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
         self.sender.deadline()
     }
 
@@ -332,7 +351,7 @@ impl World {
         self.lives.get_mut(&at).expect("lives are never forgotten")
     }
 
-    fn to_origin(&mut self, at: Incarnation) {
+    fn origin_takes(&mut self, at: Incarnation) {
         let message = self.life(at).inbound.pop_front().expect("something is on its way");
         match message {
             Inbound::Reply(reply) => self.tell(SenderInput::Reply { from: at, reply }),
@@ -358,6 +377,9 @@ impl World {
                     }
                 }
                 SenderOutput::Done { id, result, .. } => {
+                    if result.as_ref().is_err_and(|error| error.code == ErrorCode::Unavailable) {
+                        assert!(self.lives.values().all(|life| !life.alive), "{id}: a replica was there");
+                    }
                     let step = self.steps.get_mut(&id.seq).expect("it was submitted");
                     step.results.push(result.map_err(|error| error.code));
                 }
@@ -434,9 +456,7 @@ impl World {
             match step.results.first() {
                 Some(Ok(result)) => assert_eq!(*result, body(*seq)),
                 Some(Err(ErrorCode::Cancelled)) => assert!(step.cancelled, "step {seq}"),
-                Some(Err(ErrorCode::Unavailable)) => {
-                    assert!(self.lives.values().all(|life| !life.alive), "step {seq}: a replica was there");
-                }
+                Some(Err(ErrorCode::Unavailable)) => {}
                 Some(Err(code)) => panic!("step {seq} failed: {code:?}"),
                 None => {}
             }
