@@ -119,9 +119,12 @@ impl Dispatch {
         let linked = core.linked(from);
         let cell = linked.as_ref().and_then(|linked| core.find_group(linked.lid.group()));
         match (&message, linked, cell) {
-            (cutover::Message::Pausing { .. }, Some(linked), Some(cell)) => cell.pause(&linked.lid),
-            (cutover::Message::Abort { .. }, Some(linked), Some(cell)) => cell.resume(&linked.lid),
+            (cutover::Message::Pausing { .. }, Some(linked), Some(cell)) => cell.on_pausing(&linked),
             (cutover::Message::Pausing { .. }, ..) => {}
+            (cutover::Message::Abort { .. }, Some(linked), Some(cell)) => {
+                cell.on_abort(&linked);
+                core.doors().on_cutover(from, message);
+            }
             _ => core.doors().on_cutover(from, message),
         }
     }

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
+use connex_protocol::cutover::{Submitter, SubmitterInput, SubmitterOutput};
 use connex_protocol::group::{self, GroupInput, GroupOutput};
 use connex_protocol::ring::Slot as RingSlot;
 use connex_protocol::step::{Sender, SenderConfig, SenderInput, SenderOutput, Submission, Target};
@@ -43,8 +44,8 @@ pub(crate) enum Duty {
     Down { peer: Peer, evidence: Evidence },
     /// These steps came to this life by a handover: watch over them until they end.
     Adopt { to: Incarnation, steps: Vec<StepId> },
-    /// The mailbox of this endpoint is held back: see that it does not stay so.
-    Paused(LogicalId),
+    /// Look at the clock again: something is due earlier.
+    Arm,
     /// A step that had moved ended.
     Ended { on: Option<Incarnation>, step: StepId },
 }
@@ -76,7 +77,14 @@ struct State {
     moved: HashMap<StepId, Option<Incarnation>>,
     duties: VecDeque<Duty>,
     joined: HashSet<Incarnation>,
-    paused_at: HashMap<LogicalId, Instant>,
+    /// Which mailboxes are held back for a migration.
+    submitter: Submitter,
+}
+
+impl State {
+    fn deadline(&self) -> Option<Instant> {
+        [self.sender.deadline(), self.submitter.deadline()].into_iter().flatten().min()
+    }
 }
 
 impl GroupCell {
@@ -95,7 +103,7 @@ impl GroupCell {
                 moved: HashMap::new(),
                 duties: VecDeque::new(),
                 joined: HashSet::new(),
-                paused_at: HashMap::new(),
+                submitter: Submitter::default(),
             }),
             armed: AtomicU64::new(u64::MAX),
             endpoints: AtomicUsize::new(0),
@@ -284,7 +292,7 @@ impl GroupCell {
         epoch: Epoch,
         evidence: Evidence,
     ) {
-        self.resume(lid);
+        self.tell_submitter(SubmitterInput::Down(incarnation));
         self.tell_group(GroupInput::Removed { lid: lid.clone(), incarnation, epoch, evidence });
         self.owe(Duty::Down { peer: Peer { lid: lid.clone(), incarnation }, evidence });
     }
@@ -294,11 +302,8 @@ impl GroupCell {
     }
 
     pub(crate) fn on_down(&self, peer: &Peer, evidence: Evidence) {
-        let current = self.state.lock().expect("no holder panics").sender.choose().current(&peer.lid);
-        if current.as_ref() == Some(peer) {
-            // The source of a migration died in it: nothing is to be waited for.
-            self.resume(&peer.lid);
-        }
+        // The source of a migration died in it: nothing is to be waited for.
+        self.tell_submitter(SubmitterInput::Down(peer.incarnation));
         self.tell_group(GroupInput::Down { incarnation: peer.incarnation, evidence });
         self.owe(Duty::Down { peer: peer.clone(), evidence });
     }
@@ -323,42 +328,50 @@ impl GroupCell {
 
     /// The identity moves to a new life: what is on the old one goes there, and nothing else is disturbed.
     fn on_superseded(&self, old: &Peer, route: &Route) {
-        let Some(core) = self.core.upgrade() else { return };
+        self.tell_submitter(SubmitterInput::Moved { replica: old.lid.replica(), to: route.incarnation });
         let mut state = self.state.lock().expect("no holder panics");
-        let now = core.clock().now();
-        let paused = state.paused_at.remove(&old.lid).map(|at| now.since(at));
-        if let Some(paused) = paused {
-            self.run(&core, &mut state, SenderInput::Resume(old.lid.replica()), &mut None);
-            core.emit(NodeEvent::Migrated {
-                lid: old.lid.clone(),
-                from: old.incarnation,
-                to: route.incarnation,
-                paused,
-            });
-        }
         state.joined.remove(&old.incarnation);
-        state.duties.push_back(Duty::Down { peer: old.clone(), evidence: Evidence::Superseded });
         drop(state);
-        core.doors().group_duty(&self.group);
+        self.owe(Duty::Down { peer: old.clone(), evidence: Evidence::Superseded });
     }
 
-    /// Holds back what is for this endpoint while its identity moves.
-    pub(crate) fn pause(&self, lid: &LogicalId) {
-        let Some(core) = self.core.upgrade() else { return };
-        let mut state = self.state.lock().expect("no holder panics");
-        state.paused_at.entry(lid.clone()).or_insert_with(|| core.clock().now());
-        self.run(&core, &mut state, SenderInput::Pause(lid.replica()), &mut None);
-        state.duties.push_back(Duty::Paused(lid.clone()));
-        drop(state);
-        core.doors().group_duty(&self.group);
+    /// The source of a migration asks that what is for it be held back.
+    pub(crate) fn on_pausing(&self, source: &Peer) {
+        let holder = self.state.lock().expect("no holder panics").sender.choose().current(&source.lid);
+        self.tell_submitter(SubmitterInput::Pausing {
+            from: source.incarnation,
+            replica: source.lid.replica(),
+            holder: holder.map(|peer| peer.incarnation),
+        });
+        self.owe(Duty::Arm);
     }
 
-    /// The migration was called off.
-    pub(crate) fn resume(&self, lid: &LogicalId) {
+    /// The source called the migration off.
+    pub(crate) fn on_abort(&self, source: &Peer) {
+        self.tell_submitter(SubmitterInput::Abort { from: source.incarnation });
+    }
+
+    fn tell_submitter(&self, input: SubmitterInput) {
         let Some(core) = self.core.upgrade() else { return };
         let mut state = self.state.lock().expect("no holder panics");
-        if state.paused_at.remove(lid).is_some() {
-            self.run(&core, &mut state, SenderInput::Resume(lid.replica()), &mut None);
+        self.run_submitter(&core, &mut state, input);
+    }
+
+    fn run_submitter(&self, core: &Core, state: &mut State, input: SubmitterInput) {
+        state.submitter.handle(core.clock().now(), input);
+        while let Some(output) = state.submitter.poll() {
+            match output {
+                SubmitterOutput::Pause(replica) => {
+                    self.run(core, state, SenderInput::Pause(replica), &mut None);
+                }
+                SubmitterOutput::Resume { replica, moved } => {
+                    self.run(core, state, SenderInput::Resume(replica), &mut None);
+                    let lid = self.group.replica(replica);
+                    if let (Some((from, paused)), Some(to)) = (moved, state.sender.choose().current(&lid)) {
+                        core.emit(NodeEvent::Migrated { lid, from, to: to.incarnation, paused });
+                    }
+                }
+            }
         }
     }
 
@@ -395,10 +408,13 @@ impl GroupCell {
         let core = self.core.upgrade()?;
         let mut state = self.state.lock().expect("no holder panics");
         let now = core.clock().now();
+        if state.submitter.deadline().is_some_and(|at| at <= now) {
+            self.run_submitter(&core, &mut state, SubmitterInput::Tick);
+        }
         if state.sender.deadline().is_some_and(|at| at <= now) {
             self.run(&core, &mut state, SenderInput::Tick, &mut None);
         }
-        let next = state.sender.deadline();
+        let next = state.deadline();
         self.armed.store(next.map_or(u64::MAX, Instant::as_nanos), Ordering::Relaxed);
         next
     }
@@ -510,7 +526,7 @@ impl GroupCell {
         if !had_room && state.sender.has_room() {
             self.room.notify_waiters();
         }
-        let next = state.sender.deadline().map_or(u64::MAX, Instant::as_nanos);
+        let next = state.deadline().map_or(u64::MAX, Instant::as_nanos);
         if next < self.armed.load(Ordering::Relaxed) {
             self.armed.store(next, Ordering::Relaxed);
             core.doors().group_duty(&self.group);

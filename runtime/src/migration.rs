@@ -1,125 +1,210 @@
-//! Moving an identity to another process: its source gives it up, its target takes it over, and the directory makes
-//! the change in one step.
-//!
-//! | what happens | what follows |
-//! | --- | --- |
-//! | the source dies before its fence | its lease ends, and the target registers like any successor |
-//! | the source hangs | it answers nothing; the target waits, and takes over when the lease has run out |
-//! | what executes does not end | the source calls it off after [`FENCE_MAX`] and serves on |
-//! | the target dies before the hand-over | the directory refuses it, and the source serves on |
-//! | the target dies after it | the identity is nobody's until its lease runs out; steps go to other replicas |
+//! Drives the two machines of a migration on one task that ends with its node; it decides nothing.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use connex_actors::{Core, Hook, NodeEvent, Standing};
+use connex_protocol::cutover::{Source, SourceInput, SourceOutput, Target, TargetInput, TargetOutput};
 use connex_protocol::wire::cutover::Message;
 use connex_protocol::wire::{Control, Frame};
-use connex_protocol::{Epoch, Incarnation, Peer};
-use tokio::runtime::Handle;
+use connex_protocol::{Epoch, Incarnation, Machine, Peer};
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 
 use crate::directory::Registration;
 
-/// How long a source waits for what it executes; then it calls the migration off.
-pub const FENCE_MAX: Duration = Duration::from_secs(2);
+/// Messages and completions that may wait for the driver. A full queue loses messages, which targets send again.
+const WAITING_MAX: usize = 16;
 
-/// How long a source that has handed over waits for its submitters to hear of it.
-const PART_MAX: Duration = Duration::from_secs(1);
-
-/// How often a target asks its source again.
-const ASK_AGAIN: Duration = Duration::from_millis(500);
-
-/// Answers a node's migration messages: as a source it is asked to fence; as a target it hears its source's answers.
+/// Takes a node's migration messages from the transport's thread.
 pub(crate) struct Migration {
-    asked: mpsc::Sender<(Incarnation, Message)>,
+    messages: mpsc::Sender<(Incarnation, Message)>,
 }
 
 impl Hook<Message> for Migration {
     fn take(&self, from: Incarnation, message: Message) {
         // A full queue means that a migration is under way: the target asks again.
-        let _ = self.asked.try_send((from, message));
+        let _ = self.messages.try_send((from, message));
     }
 }
 
 impl Migration {
     /// Takes part in migrations, as the source and, with `shadow`, as the target.
     pub(crate) fn start(core: Arc<Core>, registration: Registration, shadow: bool) {
-        let (asked, requests) = mpsc::channel(16);
-        core.doors().set_cutover(Arc::new(Migration { asked }));
-        let runtime = Handle::current();
-        if shadow {
-            runtime.spawn(take_over(core.clone(), registration.clone()));
-        }
-        runtime.spawn(serve_requests(core, registration, requests));
+        let (messages, arriving) = mpsc::channel(WAITING_MAX);
+        // The node drops the hook when it ends, and with it the driver's reason to go on.
+        core.doors().set_cutover(Arc::new(Migration { messages }));
+        let (ended, endings) = mpsc::channel(WAITING_MAX);
+        let driver = Driver {
+            core,
+            registration,
+            source: Source::default(),
+            target: shadow.then(Target::default),
+            submitters: Vec::new(),
+            ended,
+            work: JoinSet::new(),
+        };
+        tokio::spawn(driver.run(arriving, endings));
     }
 }
 
-async fn serve_requests(
+struct Driver {
     core: Arc<Core>,
     registration: Registration,
-    mut requests: mpsc::Receiver<(Incarnation, Message)>,
-) {
-    while let Some((from, message)) = requests.recv().await {
-        if let Message::Fence { epoch, to } = message {
-            if to != from || !registration.holds(epoch) {
-                send(&core, from, Message::Refused { epoch });
-                continue;
-            }
-            hand_over(&core, &registration, epoch, to).await;
-        }
-    }
+    source: Source,
+    target: Option<Target>,
+    /// Whose steps were here when the fence began.
+    submitters: Vec<Peer>,
+    ended: mpsc::Sender<SourceInput>,
+    /// What takes time; it ends with the driver.
+    work: JoinSet<()>,
 }
 
-/// The source's side.
-async fn hand_over(core: &Arc<Core>, registration: &Registration, epoch: Epoch, to: Incarnation) {
-    let Some(served) = core.served() else { return };
-    // In front of everything that the fence gives back, on the same lane.
-    let origins = served.origins();
-    let submitters: Vec<Peer> =
-        core.peers().into_iter().filter(|peer| origins.contains(&peer.incarnation)).collect();
-    for peer in core.peers() {
-        send(core, peer.incarnation, Message::Pausing { epoch });
-    }
-    let quiet = tokio::time::timeout(FENCE_MAX, served.fence()).await.is_ok();
-    if quiet && registration.hand_to(to).await {
-        // A submitter that hears of the new holder ends its link to this one; until then it holds its steps back, and
-        // the end of this process would look like a death to it.
-        let parted = core.parted_from(&submitters);
-        let _ = tokio::time::timeout(PART_MAX, parted).await;
-        core.emit(NodeEvent::HandedAway);
-        return;
-    }
-    tracing::warn!(%epoch, quiet, "the migration was called off");
-    served.unfence();
-    for peer in core.peers() {
-        send(core, peer.incarnation, Message::Abort { epoch });
-    }
-}
-
-/// The target's side: asks whoever holds the identity for it until it holds it itself.
-async fn take_over(core: Arc<Core>, registration: Registration) {
-    loop {
-        let standing = registration
-            .wait_for(|standing| {
-                matches!(standing, Standing::Shadowing(..) | Standing::Registered(_) | Standing::Lost)
-            })
-            .await;
-        let Standing::Shadowing(holder, epoch) = standing else { return };
-        let route = core.routes_of(holder.lid.group()).into_iter().find(|route| route.lid == holder.lid);
-        if let Some(route) = route.filter(|route| route.incarnation == holder.incarnation) {
-            // A source that can't be reached is not asked: its lease runs out, or it is reached the next time.
-            if core.transport().connect(&route.address, Some(holder.incarnation)).await.is_ok() {
-                let to = core.me().incarnation;
-                send(&core, holder.incarnation, Message::Fence { epoch, to });
+impl Driver {
+    async fn run(
+        mut self,
+        mut messages: mpsc::Receiver<(Incarnation, Message)>,
+        mut endings: mpsc::Receiver<SourceInput>,
+    ) {
+        let mut standing = self.registration.watch();
+        standing.mark_changed();
+        loop {
+            let target = self.target.as_ref().and_then(Machine::deadline);
+            let deadline = [self.source.deadline(), target].into_iter().flatten().min();
+            let wait = deadline.map_or(Duration::MAX, |at| at.since(self.core.clock().now()));
+            tokio::select! {
+                message = messages.recv() => match message {
+                    None => return,
+                    Some((from, message)) => self.on_message(from, message),
+                },
+                Some(input) = endings.recv() => self.tell_source(input),
+                changed = standing.changed() => {
+                    if changed.is_err() {
+                        return;
+                    }
+                    let standing = standing.borrow_and_update().clone();
+                    self.on_standing(&standing);
+                }
+                () = tokio::time::sleep(wait) => {
+                    self.tell_source(SourceInput::Tick);
+                    self.tell_target(TargetInput::Tick);
+                }
             }
+            while self.work.try_join_next().is_some() {}
         }
-        let done = registration.wait_for(|standing| {
-            matches!(standing, Standing::Registered(_) | Standing::Lost)
-                || matches!(standing, Standing::Shadowing(now, _) if *now != holder)
+    }
+
+    fn on_message(&mut self, from: Incarnation, message: Message) {
+        match message {
+            Message::Fence { epoch, to } => {
+                let held = self.core.served().and_then(|_| self.registration.epoch());
+                self.tell_source(SourceInput::Asked { from, epoch, to, held });
+            }
+            Message::Refused { .. } | Message::Abort { .. } => self.tell_target(TargetInput::NotNow { from }),
+            // For the submitters' mailboxes; they have taken it.
+            Message::Pausing { .. } => {}
+        }
+    }
+
+    fn on_standing(&mut self, standing: &Standing) {
+        match standing {
+            Standing::Shadowing(holder, epoch) => {
+                self.tell_target(TargetInput::Shadowing { holder: holder.incarnation, epoch: *epoch });
+            }
+            Standing::Registered(_) => self.tell_target(TargetInput::Settled),
+            Standing::Lost => {
+                self.tell_target(TargetInput::Settled);
+                self.tell_source(SourceInput::Lost);
+            }
+            Standing::Unknown
+            | Standing::Watching
+            | Standing::Refused(_)
+            | Standing::Left
+            | Standing::Kept(_) => {}
+        }
+    }
+
+    fn tell_source(&mut self, input: SourceInput) {
+        self.source.handle(self.core.clock().now(), input);
+        while let Some(output) = self.source.poll() {
+            self.perform(output);
+        }
+    }
+
+    fn perform(&mut self, output: SourceOutput) {
+        match output {
+            SourceOutput::Refuse { to, epoch } => send(&self.core, to, Message::Refused { epoch }),
+            SourceOutput::Pause(epoch) => {
+                let origins = self.core.served().map(|served| served.origins()).unwrap_or_default();
+                let peers = self.core.peers();
+                self.tell_all(&Message::Pausing { epoch });
+                self.submitters =
+                    peers.into_iter().filter(|peer| origins.contains(&peer.incarnation)).collect();
+            }
+            SourceOutput::Fence(fence) => {
+                let Some(served) = self.core.served() else { return };
+                self.work_on(async move {
+                    served.fence().await;
+                    SourceInput::Quiet(fence)
+                });
+            }
+            SourceOutput::Hand(to) => {
+                let registration = self.registration.clone();
+                self.work_on(async move { registration.hand_to(to).await });
+            }
+            SourceOutput::Unfence => {
+                if let Some(served) = self.core.served() {
+                    served.unfence();
+                }
+            }
+            SourceOutput::Abort(epoch) => {
+                tracing::warn!(%epoch, "the migration was called off");
+                self.tell_all(&Message::Abort { epoch });
+            }
+            SourceOutput::Part => {
+                let (core, submitters) = (self.core.clone(), std::mem::take(&mut self.submitters));
+                self.work_on(async move {
+                    core.parted_from(&submitters).await;
+                    SourceInput::Parted
+                });
+            }
+            SourceOutput::Over => self.core.emit(NodeEvent::HandedAway),
+        }
+    }
+
+    fn tell_target(&mut self, input: TargetInput) {
+        let now = self.core.clock().now();
+        let Some(target) = &mut self.target else { return };
+        target.handle(now, input);
+        while let Some(TargetOutput::Ask { holder, epoch }) = target.poll() {
+            self.work.spawn(ask(self.core.clone(), holder, epoch));
+        }
+    }
+
+    fn work_on(&mut self, work: impl Future<Output = SourceInput> + Send + 'static) {
+        let ended = self.ended.clone();
+        self.work.spawn(async move {
+            // A driver that is gone has nobody to tell.
+            let _ = ended.send(work.await).await;
         });
-        // Either it is done, or it is time to ask again.
-        let _ = tokio::time::timeout(ASK_AGAIN, done).await;
+    }
+
+    fn tell_all(&self, message: &Message) {
+        for peer in self.core.peers() {
+            send(&self.core, peer.incarnation, message.clone());
+        }
+    }
+}
+
+/// Asks the holder to fence. One that can't be reached is not asked: its lease runs out, or it is reached next time.
+async fn ask(core: Arc<Core>, holder: Incarnation, epoch: Epoch) {
+    let group = core.me().lid.group().clone();
+    let route = core.routes_of(&group).into_iter().find(|route| route.incarnation == holder);
+    if let Some(route) = route
+        && core.transport().connect(&route.address, Some(holder)).await.is_ok()
+    {
+        let to = core.me().incarnation;
+        send(&core, holder, Message::Fence { epoch, to });
     }
 }
 

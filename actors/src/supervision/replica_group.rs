@@ -2,16 +2,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use connex_protocol::{Address, Evidence, Incarnation, LogicalId, Peer};
+use connex_protocol::{Address, Evidence, Incarnation, Peer};
 use ractor::concurrency::JoinHandle;
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, MessagingErr, SupervisionEvent, async_trait};
 
 use super::{EndpointActor, EndpointArgs, EndpointMsg, EndpointState, end_of};
 use crate::group_cell::Duty;
 use crate::{Core, GroupCell, NodeEvent};
-
-/// A mailbox is held back for a migration at most this long; then its steps go to whoever holds the identity.
-const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// An endpoint's actor that lived for less than this has had a link that did not last.
 const LASTING: Duration = Duration::from_secs(1);
@@ -31,8 +28,6 @@ pub(crate) enum ReplicaGroupMsg {
     Duty,
     /// It is time.
     Tick,
-    /// A pause has lasted as long as a migration may.
-    PauseOver(LogicalId),
     /// Fail, as a fault injected by a test; at this endpoint if one is named, else here.
     Crash(String, Option<Incarnation>),
 }
@@ -91,9 +86,8 @@ impl ReplicaGroupState {
                         let _ = child.actor.send_message(EndpointMsg::Adopt(steps));
                     }
                 }
-                Duty::Paused(lid) => {
-                    myself.send_after(PAUSE_MAX, move || ReplicaGroupMsg::PauseOver(lid));
-                }
+                // It is armed below, as after every duty.
+                Duty::Arm => {}
                 Duty::Ended { on, step } => {
                     if let Some(child) = on.and_then(|on| self.child(on)) {
                         let _ = child.actor.send_message(EndpointMsg::Ended(step));
@@ -187,10 +181,6 @@ impl Actor for ReplicaGroupActor {
             ReplicaGroupMsg::Duty => state.on_duties(&myself).await,
             ReplicaGroupMsg::Tick => {
                 state.cell.tick();
-                state.on_duties(&myself).await
-            }
-            ReplicaGroupMsg::PauseOver(lid) => {
-                state.cell.resume(&lid);
                 state.on_duties(&myself).await
             }
             ReplicaGroupMsg::Crash(why, at) => match at.and_then(|at| state.child(at)) {

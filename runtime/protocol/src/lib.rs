@@ -23,6 +23,7 @@ extern crate alloc;
 #[cfg(test)]
 extern crate std;
 
+pub mod cutover;
 pub mod detect;
 pub mod directory;
 mod evidence;

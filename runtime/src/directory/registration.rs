@@ -2,10 +2,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use connex_actors::{Core, Membership, Standing};
+use connex_protocol::cutover::SourceInput;
 use connex_protocol::directory::{ClientInput, Registrant};
 use connex_protocol::wire::directory::{Change, Refusal, Route};
 use connex_protocol::{Address, Epoch, Evidence, Incarnation, LogicalId};
 use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::watch;
 
 /// How a node learns who serves what: the one switch.
 #[derive(Clone, Debug, Default)]
@@ -66,11 +68,6 @@ impl Registration {
         self.membership.standing().borrow().clone()
     }
 
-    /// Whether the node holds its identity under this epoch.
-    pub fn holds(&self, epoch: Epoch) -> bool {
-        matches!(self.standing(), Standing::Registered(held) | Standing::Kept(held) if held == epoch)
-    }
-
     /// Waits until the node's standing is one that `wanted` accepts.
     pub async fn wait_for(&self, wanted: impl FnMut(&Standing) -> bool) -> Standing {
         let mut standing = self.membership.standing();
@@ -87,20 +84,31 @@ impl Registration {
         let _ = tokio::time::timeout(patience, left).await;
     }
 
-    /// Hands the identity to the shadow that waits for it; false if the directory did not take it so, and this node
-    /// goes on holding it. While the directory is away nobody knows which of the two it is, and this waits.
-    pub async fn hand_to(&self, shadow: Incarnation) -> bool {
+    /// The epoch, while nobody else can hold the identity.
+    pub(crate) fn epoch(&self) -> Option<Epoch> {
+        self.membership.epoch(&self.core)
+    }
+
+    /// How the node stands, now and later.
+    pub(crate) fn watch(&self) -> watch::Receiver<Standing> {
+        self.membership.standing()
+    }
+
+    /// Hands the identity to the shadow that waits for it, and says what came of it. While the directory is away
+    /// nobody knows which of the two holds it, and this waits.
+    pub(crate) async fn hand_to(&self, shadow: Incarnation) -> SourceInput {
         let mut standing = self.membership.standing();
         standing.mark_unchanged();
         self.membership.tell(&self.core, ClientInput::Leave(Some(shadow)));
         while standing.changed().await.is_ok() {
             match &*standing.borrow_and_update() {
-                Standing::Left => return true,
-                Standing::Kept(_) | Standing::Lost => return false,
+                Standing::Left => return SourceInput::Handed,
+                Standing::Kept(_) => return SourceInput::Kept,
+                Standing::Lost => return SourceInput::Lost,
                 _ => {}
             }
         }
-        false
+        SourceInput::Lost
     }
 
     /// Tells the directory what was seen of an endpoint.
