@@ -84,11 +84,6 @@ impl Registration {
         let _ = tokio::time::timeout(patience, left).await;
     }
 
-    /// The epoch, while nobody else can hold the identity.
-    pub(crate) fn epoch(&self) -> Option<Epoch> {
-        self.membership.epoch(&self.core)
-    }
-
     /// How the node stands, now and later.
     pub(crate) fn watch(&self) -> watch::Receiver<Standing> {
         self.membership.standing()
