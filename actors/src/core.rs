@@ -389,7 +389,8 @@ impl Core {
         self.linked.read().expect("no holder panics").get(&incarnation).cloned()
     }
 
-    pub(crate) fn is_linked(&self, incarnation: Incarnation) -> bool {
+    /// Whether a link to this life is up.
+    pub fn is_linked(&self, incarnation: Incarnation) -> bool {
         self.linked.read().expect("no holder panics").contains_key(&incarnation)
     }
 

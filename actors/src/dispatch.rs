@@ -121,6 +121,11 @@ impl Dispatch {
         match (&message, linked, cell) {
             (cutover::Message::Pausing { .. }, Some(linked), Some(cell)) => cell.on_pausing(&linked),
             (cutover::Message::Pausing { .. }, ..) => {}
+            // Every answer in front of it has been taken by now.
+            (cutover::Message::Quiet { epoch }, ..) => {
+                let seen = cutover::Message::Seen { epoch: *epoch };
+                core.send(from, &Frame::Control(Control::Cutover(seen)));
+            }
             (cutover::Message::Abort { .. }, Some(linked), Some(cell)) => {
                 cell.on_abort(&linked);
                 core.doors().on_cutover(from, message);

@@ -348,7 +348,8 @@ impl GroupCell {
 
     /// The source called the migration off.
     pub(crate) fn on_abort(&self, source: &Peer) {
-        self.tell_submitter(SubmitterInput::Abort { from: source.incarnation });
+        let (from, replica) = (source.incarnation, source.lid.replica());
+        self.tell_submitter(SubmitterInput::Abort { from, replica });
     }
 
     fn tell_submitter(&self, input: SubmitterInput) {

@@ -1,3 +1,4 @@
+use std::collections::BTreeSet;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -88,9 +89,9 @@ impl ServedCell {
         }
     }
 
-    /// The lives whose steps are remembered.
-    pub fn origins(&self) -> Vec<Incarnation> {
-        self.state.lock().expect("no holder panics").receiver.origins().collect()
+    /// The lives whose steps are remembered, and those that sent them.
+    pub fn submitters(&self) -> BTreeSet<Incarnation> {
+        self.state.lock().expect("no holder panics").receiver.submitters()
     }
 
     /// Steps executing, here or further down.

@@ -1,5 +1,6 @@
 //! Drives the two machines of a migration on one task that ends with its node; it decides nothing.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use connex_actors::{Core, Hook, NodeEvent, Standing};
 use connex_protocol::cutover::{Source, SourceInput, SourceOutput, Target, TargetInput, TargetOutput};
 use connex_protocol::wire::cutover::Message;
 use connex_protocol::wire::{Control, Frame};
-use connex_protocol::{Epoch, Incarnation, Machine, Peer};
+use connex_protocol::{Epoch, Evidence, Incarnation, Machine, Peer};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
@@ -18,22 +19,35 @@ const WAITING_MAX: usize = 16;
 
 /// Takes a node's migration messages from the transport's thread.
 pub(crate) struct Migration {
-    messages: mpsc::Sender<(Incarnation, Message)>,
+    heard: mpsc::Sender<Heard>,
+}
+
+enum Heard {
+    Message(Incarnation, Message),
+    /// The link to this life ended.
+    Parted(Incarnation),
 }
 
 impl Hook<Message> for Migration {
     fn take(&self, from: Incarnation, message: Message) {
         // A full queue means that a migration is under way: the target asks again.
-        let _ = self.messages.try_send((from, message));
+        let _ = self.heard.try_send(Heard::Message(from, message));
+    }
+
+    fn link(&self, peer: &Peer, up: bool, _evidence: Option<Evidence>) {
+        if !up {
+            // If it is lost, the source waits for its time to pass.
+            let _ = self.heard.try_send(Heard::Parted(peer.incarnation));
+        }
     }
 }
 
 impl Migration {
     /// Takes part in migrations, as the source and, with `shadow`, as the target.
     pub(crate) fn start(core: Arc<Core>, registration: Registration, shadow: bool) {
-        let (messages, arriving) = mpsc::channel(WAITING_MAX);
+        let (heard, hearing) = mpsc::channel(WAITING_MAX);
         // The node drops the hook when it ends, and with it the driver's reason to go on.
-        core.doors().set_cutover(Arc::new(Migration { messages }));
+        core.doors().set_cutover(Arc::new(Migration { heard }));
         let (ended, endings) = mpsc::channel(WAITING_MAX);
         let driver = Driver {
             core,
@@ -41,10 +55,11 @@ impl Migration {
             source: Source::default(),
             target: shadow.then(Target::default),
             submitters: Vec::new(),
+            unsettled: HashSet::new(),
             ended,
             work: JoinSet::new(),
         };
-        tokio::spawn(driver.run(arriving, endings));
+        tokio::spawn(driver.run(hearing, endings));
     }
 }
 
@@ -55,17 +70,15 @@ struct Driver {
     target: Option<Target>,
     /// Whose steps were here when the fence began.
     submitters: Vec<Peer>,
+    /// Those that have not said yet that they heard every answer.
+    unsettled: HashSet<Incarnation>,
     ended: mpsc::Sender<SourceInput>,
     /// What takes time; it ends with the driver.
     work: JoinSet<()>,
 }
 
 impl Driver {
-    async fn run(
-        mut self,
-        mut messages: mpsc::Receiver<(Incarnation, Message)>,
-        mut endings: mpsc::Receiver<SourceInput>,
-    ) {
+    async fn run(mut self, mut hearing: mpsc::Receiver<Heard>, mut endings: mpsc::Receiver<SourceInput>) {
         let mut standing = self.registration.watch();
         standing.mark_changed();
         loop {
@@ -73,9 +86,10 @@ impl Driver {
             let deadline = [self.source.deadline(), target].into_iter().flatten().min();
             let wait = deadline.map_or(Duration::MAX, |at| at.since(self.core.clock().now()));
             tokio::select! {
-                message = messages.recv() => match message {
+                heard = hearing.recv() => match heard {
                     None => return,
-                    Some((from, message)) => self.on_message(from, message),
+                    Some(Heard::Message(from, message)) => self.on_message(from, message),
+                    Some(Heard::Parted(from)) => self.on_settled(from),
                 },
                 Some(input) = endings.recv() => self.tell_source(input),
                 changed = standing.changed() => {
@@ -101,8 +115,15 @@ impl Driver {
                 self.tell_source(SourceInput::Asked { from, epoch, to, held });
             }
             Message::Refused { .. } | Message::Abort { .. } => self.tell_target(TargetInput::NotNow { from }),
+            Message::Seen { .. } => self.on_settled(from),
             // For the submitters' mailboxes; they have taken it.
-            Message::Pausing { .. } => {}
+            Message::Pausing { .. } | Message::Quiet { .. } => {}
+        }
+    }
+
+    fn on_settled(&mut self, submitter: Incarnation) {
+        if self.unsettled.remove(&submitter) && self.unsettled.is_empty() {
+            self.tell_source(SourceInput::Settled);
         }
     }
 
@@ -135,11 +156,10 @@ impl Driver {
         match output {
             SourceOutput::Refuse { to, epoch } => send(&self.core, to, Message::Refused { epoch }),
             SourceOutput::Pause(epoch) => {
-                let origins = self.core.served().map(|served| served.origins()).unwrap_or_default();
-                let peers = self.core.peers();
+                let known = self.core.served().map(|served| served.submitters()).unwrap_or_default();
                 self.tell_all(&Message::Pausing { epoch });
-                self.submitters =
-                    peers.into_iter().filter(|peer| origins.contains(&peer.incarnation)).collect();
+                self.submitters = self.core.peers();
+                self.submitters.retain(|peer| known.contains(&peer.incarnation));
             }
             SourceOutput::Fence(fence) => {
                 let Some(served) = self.core.served() else { return };
@@ -147,6 +167,16 @@ impl Driver {
                     served.fence().await;
                     SourceInput::Quiet(fence)
                 });
+            }
+            SourceOutput::Settle(epoch) => {
+                self.unsettled = self.submitters.iter().map(|peer| peer.incarnation).collect();
+                self.unsettled.retain(|submitter| self.core.is_linked(*submitter));
+                for submitter in &self.unsettled {
+                    send(&self.core, *submitter, Message::Quiet { epoch });
+                }
+                if self.unsettled.is_empty() {
+                    self.tell_source(SourceInput::Settled);
+                }
             }
             SourceOutput::Hand(to) => {
                 let registration = self.registration.clone();

@@ -1,9 +1,9 @@
 //! A migration: the same identity goes on in another process, by agreement of both.
 //!
 //! The *target* registers as the shadow of an identity and asks its holder, the *source*, to fence. The source tells
-//! its *submitters* to hold their steps, gives back what has not begun, lets what executes end, and has the directory
-//! make the target the holder in one step. The submitters hear of that from the directory, and send what they held
-//! back to the new address.
+//! its *submitters* to hold their steps, gives back what has not begun, lets what executes end, waits until they have
+//! heard every answer, and has the directory make the target the holder in one step. The submitters hear of that from
+//! the directory, and send what they held back to the new address.
 //!
 //! | what happens | source | target | submitters |
 //! | --- | --- | --- | --- |
@@ -17,6 +17,7 @@
 //! | a stranger asks, or asks for another epoch | refuses | – | – |
 //! | it is asked again | goes on | – | – |
 //! | a stranger says to hold, or to go on | – | – | ignored |
+//! | a submitter dies or hangs | waits for its word no longer than [`SETTLE_MAX`] | – | – |
 //! | a message is lost | calls it off, or goes on when asked again | asks again | stop holding after [`HOLD_MAX`] |
 
 mod source;
@@ -31,6 +32,10 @@ use core::time::Duration;
 
 /// How long a source waits for what it executes; then it calls the migration off.
 pub const FENCE_MAX: Duration = Duration::from_secs(2);
+
+/// How long a source waits until its submitters have heard every answer. One that has not by then sends the step to the
+/// target as well, which runs it again.
+pub const SETTLE_MAX: Duration = Duration::from_millis(250);
 
 /// How long a source that has handed over waits for its submitters to hear of it.
 pub const PART_MAX: Duration = Duration::from_secs(1);

@@ -1,6 +1,6 @@
 use alloc::collections::VecDeque;
 
-use super::{FENCE_MAX, PART_MAX};
+use super::{FENCE_MAX, PART_MAX, SETTLE_MAX};
 use crate::{Epoch, Incarnation, Instant, Machine};
 
 /// What happens to a source.
@@ -19,6 +19,8 @@ pub enum SourceInput {
     },
     /// Nothing executes any more, since this fence.
     Quiet(u64),
+    /// Every submitter has heard every answer.
+    Settled,
     /// The directory has made the target the holder.
     Handed,
     /// The directory has not, and will not.
@@ -45,6 +47,8 @@ pub enum SourceOutput {
     Pause(Epoch),
     /// Begin nothing more and give back what has not begun; [`SourceInput::Quiet`] with this number is the end.
     Fence(u64),
+    /// Ask the submitters whether they have heard every answer.
+    Settle(Epoch),
     /// Have the directory make this life the holder.
     Hand(Incarnation),
     /// Serve again.
@@ -61,6 +65,7 @@ pub enum SourceOutput {
 enum State {
     Serving,
     Fencing { epoch: Epoch, to: Incarnation, until: Instant },
+    Settling { epoch: Epoch, to: Incarnation, until: Instant },
     Handing { epoch: Epoch, to: Incarnation },
     Parting { until: Instant },
     Over,
@@ -68,13 +73,14 @@ enum State {
 
 /// The side that gives an identity up.
 ///
-/// | state | asked by its target | quiet | handed | kept | lost | time |
-/// | --- | --- | --- | --- | --- | --- | --- |
-/// | serving | pause, fence: fencing | – | – | – | over | – |
-/// | fencing | – | hand: handing | – | – | over | unfence, abort: serving |
-/// | handing | – | – | part: parting | unfence, abort: serving | over | – |
-/// | parting | – | – | – | – | over | over |
-/// | over | refuse | – | – | – | – | – |
+/// | state | asked by its target | quiet | settled | handed | kept | lost | time |
+/// | --- | --- | --- | --- | --- | --- | --- | --- |
+/// | serving | pause, fence: fencing | – | – | – | – | over | – |
+/// | fencing | – | settle: settling | – | – | – | over | unfence, abort: serving |
+/// | settling | – | – | hand: handing | – | – | over | hand: handing |
+/// | handing | – | – | – | part: parting | unfence, abort: serving | over | – |
+/// | parting | – | – | – | – | – | over | over |
+/// | over | refuse | – | – | – | – | – | – |
 ///
 /// Whoever else asks, or for another epoch than the one held, is refused. While the directory is away nobody knows
 /// who holds the identity, so a source that is handing neither serves nor ends until it hears.
@@ -106,10 +112,17 @@ impl Source {
                 self.state = State::Fencing { epoch, to, until: now + FENCE_MAX };
                 self.outputs.extend([SourceOutput::Pause(epoch), SourceOutput::Fence(self.fences)]);
             }
-            State::Fencing { epoch: ends, to: next, .. } | State::Handing { epoch: ends, to: next }
+            State::Fencing { epoch: ends, to: next, .. }
+            | State::Settling { epoch: ends, to: next, .. }
+            | State::Handing { epoch: ends, to: next }
                 if (ends, next, from) == (epoch, to, to) => {}
             _ => self.outputs.push_back(SourceOutput::Refuse { to: from, epoch }),
         }
+    }
+
+    fn hand(&mut self, epoch: Epoch, to: Incarnation) {
+        self.state = State::Handing { epoch, to };
+        self.outputs.push_back(SourceOutput::Hand(to));
     }
 
     fn call_off(&mut self, epoch: Epoch) {
@@ -131,9 +144,11 @@ impl Machine for Source {
         match (input, self.state) {
             (SourceInput::Asked { from, epoch, to, held }, _) => self.on_asked(now, from, epoch, to, held),
             (SourceInput::Quiet(fence), State::Fencing { epoch, to, .. }) if fence == self.fences => {
-                self.state = State::Handing { epoch, to };
-                self.outputs.push_back(SourceOutput::Hand(to));
+                self.state = State::Settling { epoch, to, until: now + SETTLE_MAX };
+                self.outputs.push_back(SourceOutput::Settle(epoch));
             }
+            (SourceInput::Settled, State::Settling { epoch, to, .. }) => self.hand(epoch, to),
+            (SourceInput::Tick, State::Settling { epoch, to, until }) if until <= now => self.hand(epoch, to),
             (SourceInput::Handed, State::Handing { .. }) => {
                 self.state = State::Parting { until: now + PART_MAX };
                 self.outputs.push_back(SourceOutput::Part);
@@ -154,7 +169,9 @@ impl Machine for Source {
 
     fn deadline(&self) -> Option<Instant> {
         match self.state {
-            State::Fencing { until, .. } | State::Parting { until } => Some(until),
+            State::Fencing { until, .. } | State::Settling { until, .. } | State::Parting { until } => {
+                Some(until)
+            }
             State::Serving | State::Handing { .. } | State::Over => None,
         }
     }

@@ -20,6 +20,8 @@ pub enum SubmitterInput {
     Abort {
         /// Who says so.
         from: Incarnation,
+        /// Its replica number.
+        replica: ReplicaNo,
     },
     /// The directory says that another life holds the identity.
     Moved {
@@ -87,7 +89,15 @@ impl Machine for Submitter {
                 }
             }
             SubmitterInput::Pausing { .. } => {}
-            SubmitterInput::Abort { from } | SubmitterInput::Down(from) => {
+            SubmitterInput::Abort { from, replica } => match self.holds.get(&replica) {
+                Some(hold) if hold.by != from => {}
+                // Also if it holds nothing any more: what the source gave back meanwhile may go there again.
+                _ => {
+                    self.holds.remove(&replica);
+                    self.outputs.push_back(SubmitterOutput::Resume { replica, moved: None });
+                }
+            },
+            SubmitterInput::Down(from) => {
                 if let Some(replica) = self.held_by(from) {
                     self.resume(replica, None);
                 }

@@ -25,7 +25,8 @@ fn a_source_pauses_before_it_fences_and_hands_over_only_when_nothing_executes() 
     let outputs = tell(&mut source, at(0), asked(TARGET, EPOCH, TARGET));
     assert_eq!(outputs, [SourceOutput::Pause(EPOCH), SourceOutput::Fence(1)]);
     assert!(tell(&mut source, at(1), asked(TARGET, EPOCH, TARGET)).is_empty(), "it is asked again");
-    assert_eq!(tell(&mut source, at(2), SourceInput::Quiet(1)), [SourceOutput::Hand(TARGET)]);
+    assert_eq!(tell(&mut source, at(2), SourceInput::Quiet(1)), [SourceOutput::Settle(EPOCH)]);
+    assert_eq!(tell(&mut source, at(2), SourceInput::Settled), [SourceOutput::Hand(TARGET)]);
     assert_eq!(tell(&mut source, at(3), SourceInput::Handed), [SourceOutput::Part]);
     assert_eq!(tell(&mut source, at(4), SourceInput::Parted), [SourceOutput::Over]);
 }
@@ -54,16 +55,22 @@ fn what_does_not_end_calls_the_migration_off_and_a_late_quiet_of_that_fence_hand
     assert!(tell(&mut source, at(2001), SourceInput::Quiet(1)).is_empty());
     tell(&mut source, at(2002), asked(TARGET, EPOCH, TARGET));
     assert!(tell(&mut source, at(2003), SourceInput::Quiet(1)).is_empty(), "another fence's");
-    assert_eq!(tell(&mut source, at(2004), SourceInput::Quiet(2)), [SourceOutput::Hand(TARGET)]);
-    let outputs = tell(&mut source, at(2005), SourceInput::Kept);
+    assert_eq!(tell(&mut source, at(2004), SourceInput::Quiet(2)), [SourceOutput::Settle(EPOCH)]);
+    assert_eq!(
+        tell(&mut source, at(2254), SourceInput::Tick),
+        [SourceOutput::Hand(TARGET)],
+        "it waits no longer"
+    );
+    let outputs = tell(&mut source, at(2255), SourceInput::Kept);
     assert_eq!(outputs, [SourceOutput::Unfence, SourceOutput::Abort(EPOCH)]);
 }
 
 #[test]
 fn a_source_that_lost_its_identity_is_never_unfenced() {
-    for steps in 0..3 {
+    for steps in 0..5 {
         let mut source = Source::default();
-        let before = [asked(TARGET, EPOCH, TARGET), SourceInput::Quiet(1), SourceInput::Handed];
+        let before =
+            [asked(TARGET, EPOCH, TARGET), SourceInput::Quiet(1), SourceInput::Settled, SourceInput::Handed];
         for input in &before[..steps] {
             tell(&mut source, at(0), *input);
         }
@@ -97,10 +104,16 @@ fn a_submitter_holds_for_the_holder_alone_and_never_for_ever() {
     let mut submitter = Submitter::default();
     assert!(tell(&mut submitter, at(0), pausing(STRANGER, TARGET)).is_empty());
     assert_eq!(tell(&mut submitter, at(0), pausing(TARGET, TARGET)), [SubmitterOutput::Pause(0)]);
-    assert!(tell(&mut submitter, at(1), SubmitterInput::Abort { from: STRANGER }).is_empty());
+    let abort = |from| SubmitterInput::Abort { from, replica: 0 };
+    assert!(tell(&mut submitter, at(1), abort(STRANGER)).is_empty());
     assert!(tell(&mut submitter, at(1), SubmitterInput::Moved { replica: 0, to: TARGET }).is_empty());
     assert_eq!(tell(&mut submitter, at(4000), SubmitterInput::Tick), resume(None));
-    for end in [SubmitterInput::Abort { from: TARGET }, SubmitterInput::Down(TARGET)] {
+    assert_eq!(
+        tell(&mut submitter, at(4001), abort(TARGET)),
+        resume(None),
+        "what was given back goes there again"
+    );
+    for end in [abort(TARGET), SubmitterInput::Down(TARGET)] {
         tell(&mut submitter, at(5000), pausing(TARGET, TARGET));
         assert_eq!(tell(&mut submitter, at(5001), end), resume(None));
     }

@@ -249,9 +249,10 @@ impl Receiver {
         (self.accepted, self.completed)
     }
 
-    /// The lives from which something is remembered.
-    pub fn origins(&self) -> impl Iterator<Item = Incarnation> {
-        self.origins.keys().copied()
+    /// The lives from which something is remembered: origins, and the hops that sent their steps.
+    pub fn submitters(&self) -> BTreeSet<Incarnation> {
+        let hops = self.origins.values().flat_map(|origin| origin.entries.values());
+        hops.flat_map(|entry| entry.waiters.iter().copied()).chain(self.origins.keys().copied()).collect()
     }
 
     fn on_step(&mut self, from: Incarnation, step: Step) {

@@ -29,4 +29,14 @@ pub enum Message {
         /// The epoch that goes on.
         epoch: Epoch,
     },
+    /// Source to its submitters, behind every answer: nothing of the epoch executes any more.
+    Quiet {
+        /// The epoch that ends.
+        epoch: Epoch,
+    },
+    /// Submitter to source: everything in front of the [`Message::Quiet`] has arrived.
+    Seen {
+        /// The epoch that ends.
+        epoch: Epoch,
+    },
 }

@@ -8,6 +8,7 @@ use std::collections::HashSet;
 use std::collections::hash_map::DefaultHasher;
 use std::fmt::Write;
 use std::hash::Hasher;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use world::{Act, Budget, World};
 
@@ -32,23 +33,32 @@ fn print(world: &World) -> u64 {
 /// Explores everything that can happen from `start`; returns how many states there are.
 fn explore(name: &str, start: World) -> usize {
     let mut seen = HashSet::from([print(&start)]);
-    let mut open = vec![start];
-    while let Some(world) = open.pop() {
+    let mut open = vec![(start, Vec::new())];
+    while let Some((world, story)) = open.pop() {
         let acts = world.acts();
         if acts.is_empty() {
-            settle(world);
+            told(&story, || settle(world));
             continue;
         }
         for act in acts {
-            let mut next = world.clone();
-            next.apply(act, false);
+            let (mut next, mut story) = (world.clone(), story.clone());
+            story.push(act);
+            told(&story, || next.apply(act, false));
             if seen.insert(print(&next)) {
-                open.push(next);
+                open.push((next, story));
             }
         }
     }
     println!("{name}: {} states", seen.len());
     seen.len()
+}
+
+/// Runs `what`, and tells the story that led to it if it fails.
+fn told(story: &[Act], what: impl FnOnce()) {
+    if let Err(failure) = catch_unwind(AssertUnwindSafe(what)) {
+        println!("after {story:#?}");
+        resume_unwind(failure);
+    }
 }
 
 /// Nothing is on its way any more: every step has ended, or ends with time if only time can help (P-1).
