@@ -365,28 +365,10 @@ fn beside((stage, replica): Seat, request: u32, replicas: u32) -> Vec<u32> {
     route
 }
 
-/// The steps of the clients and of the stage-0 processes that live, and executions that the ledger names twice.
+/// The steps of the client and of the stage-0 processes that live, and executions that the ledger names twice.
 async fn steps(deployment: &Deployment, ledger: &ledger::TempLedger) -> anyhow::Result<Steps> {
-    let (submitted, completed, failed) = deployment.client().core().step_counts();
-    let mut steps = Steps { submitted, completed, failed, duplicated: 0 };
-    let mut news = deployment.news();
-    let heads: Vec<Seat> = deployment.seats().into_iter().filter(|(stage, _)| *stage == 0).collect();
-    for seat in &heads {
-        deployment.tell(*seat, "stats");
-    }
-    let mut waiting = heads.len();
-    while waiting > 0 {
-        let heard = tokio::time::timeout(Duration::from_secs(5), news.recv()).await;
-        let News { what, .. } = heard.context("a stage did not give its counts")??;
-        if let What::Line(Line::Stats { submitted, completed, failed }) = what {
-            steps.submitted += submitted;
-            steps.completed += completed;
-            steps.failed += failed;
-            waiting -= 1;
-        }
-    }
-    steps.duplicated = ledger.summary(deployment)?.duplicated;
-    Ok(steps)
+    let (submitted, completed, failed) = deployment.step_counts().await?;
+    Ok(Steps { submitted, completed, failed, duplicated: ledger.summary(deployment)?.duplicated })
 }
 
 #[expect(clippy::too_many_arguments, reason = "it only puts together what the demo has found")]

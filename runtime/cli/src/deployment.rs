@@ -235,6 +235,26 @@ impl Deployment {
         self.keeper.start_as(seat, true)
     }
 
+    /// Steps submitted, completed and failed, as the client here and the stage-0 processes that live count them.
+    pub(crate) async fn step_counts(&self) -> anyhow::Result<(u64, u64, u64)> {
+        let mut counts = self.client().core().step_counts();
+        let mut news = self.news();
+        let heads: Vec<Seat> = self.seats().into_iter().filter(|(stage, _)| *stage == 0).collect();
+        for seat in &heads {
+            self.tell(*seat, "stats");
+        }
+        let mut waiting = heads.len();
+        while waiting > 0 {
+            let heard = tokio::time::timeout(Duration::from_secs(5), news.recv()).await;
+            let News { what, .. } = heard.context("a stage did not give its counts")??;
+            if let What::Line(Line::Stats { submitted, completed, failed }) = what {
+                counts = (counts.0 + submitted, counts.1 + completed, counts.2 + failed);
+                waiting -= 1;
+            }
+        }
+        Ok(counts)
+    }
+
     /// Ends every process.
     pub(crate) async fn stop(self) {
         self.keeper.closing.store(true, std::sync::atomic::Ordering::SeqCst);

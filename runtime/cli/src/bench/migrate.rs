@@ -23,8 +23,9 @@ struct Report {
 
 #[derive(Debug, Serialize)]
 struct Steps {
-    submitted: usize,
-    completed: usize,
+    /// As the client and the stage-0 processes count them; the executions below are the ledger's.
+    submitted: u64,
+    completed: u64,
     failed: u64,
     duplicated: usize,
     reordered: usize,
@@ -62,13 +63,14 @@ pub(crate) async fn run(args: BenchMigrateArgs) -> anyhow::Result<bool> {
     let counts = load.counts.clone();
     let lost = load.finish().await;
     let executions = ledger.summary(&deployment)?;
+    let (submitted, completed, failed) = deployment.step_counts().await?;
     deployment.stop().await;
     let report = Report {
         runs: args.runs,
         steps: Steps {
-            submitted: executions.steps,
-            completed: executions.steps,
-            failed: counts.failed.load(Ordering::SeqCst),
+            submitted,
+            completed,
+            failed,
             duplicated: executions.duplicated,
             reordered: executions.reordered,
             wrong: counts.wrong.load(Ordering::SeqCst),
@@ -85,8 +87,9 @@ pub(crate) async fn run(args: BenchMigrateArgs) -> anyhow::Result<bool> {
     } else {
         println!("{report:#?}");
     }
-    let steps = &report.steps;
-    Ok(steps.failed == 0 && steps.duplicated == 0 && steps.reordered == 0 && steps.wrong == 0 && lost == 0)
+    let Report { steps, requests, .. } = &report;
+    let clean = steps.failed + steps.wrong + requests.lost == 0 && steps.duplicated + steps.reordered == 0;
+    Ok(clean && steps.submitted == steps.completed && requests.submitted == requests.completed)
 }
 
 /// Moves one identity; returns how long each submitter held its mailbox back, in milliseconds.
