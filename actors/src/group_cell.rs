@@ -328,6 +328,8 @@ impl GroupCell {
 
     /// The identity moves to a new life: what is on the old one goes there, and nothing else is disturbed.
     fn on_superseded(&self, old: &Peer, route: &Route) {
+        // While what is newer is still held back: all of it is sent in one order.
+        self.hand_over(old, Evidence::Superseded);
         self.tell_submitter(SubmitterInput::Moved { replica: old.lid.replica(), to: route.incarnation });
         let mut state = self.state.lock().expect("no holder panics");
         state.joined.remove(&old.incarnation);

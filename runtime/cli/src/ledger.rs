@@ -7,6 +7,7 @@ use connex::engine::recorded::{Execution, Ledger};
 use connex::{Incarnation, StepId};
 
 use crate::deployment::Deployment;
+use crate::report::say;
 
 /// A ledger in a temporary file that goes with it.
 pub(crate) struct TempLedger {
@@ -96,7 +97,13 @@ fn reordered(executions: &[Execution]) -> usize {
     let mut count = 0;
     for execution in executions {
         let highest = last.entry((execution.step.origin, execution.incarnation)).or_default();
-        count += usize::from(execution.step.seq < *highest);
+        if execution.step.seq < *highest {
+            let Execution { step, replica, first_layer, .. } = execution;
+            say!(
+                "step {step} ran on replica {replica} (layer {first_layer}) after step {highest} of its origin"
+            );
+            count += 1;
+        }
         *highest = execution.step.seq.max(*highest);
     }
     count

@@ -522,7 +522,15 @@ impl<C: Choose> Sender<C> {
             self.unplace(now, id);
             let entry = self.entries.get_mut(&id).expect("it was just listed");
             // An identity that moved keeps its steps; otherwise a replica that just died is the last choice.
-            entry.avoid = (evidence != Evidence::Superseded).then_some(from.replica);
+            if evidence == Evidence::Superseded {
+                entry.avoid = None;
+                match entry.route.first_mut() {
+                    Some(first) => *first = from.replica,
+                    None => entry.route.push(from.replica),
+                }
+            } else {
+                entry.avoid = Some(from.replica);
+            }
             entry.moves += 1;
             if entry.moves > self.config.attempts {
                 self.fail(

@@ -216,3 +216,38 @@ fn at_a_deadline_the_replica_is_asked_and_the_outcome_follows_its_answer_p11() {
         assert_eq!(sender.unfinished(), 0);
     }
 }
+
+#[test]
+fn an_identity_that_moved_keeps_its_steps_although_another_replica_is_idle_p7() {
+    use crate::group::{Group as Members, GroupInput};
+    use crate::wire::directory::Route;
+    use crate::{Address, Epoch, Evidence, Group};
+    let group = Group::new("m", "pp", 1);
+    let mut sender = Sender::new(origin(1), SenderConfig::default(), Members::new(group.clone()));
+    let appear = |sender: &mut Sender<Members>, replica: ReplicaNo, life: u64| {
+        let incarnation = Incarnation::from_bits(life);
+        let route = Route {
+            lid: group.replica(replica),
+            incarnation,
+            address: Address::new("mem://x"),
+            epoch: Epoch { boot: 1, counter: life },
+            ready: true,
+            draining: false,
+            shadow: None,
+        };
+        sender.choose_mut().handle(Instant::ZERO, GroupInput::Route(route));
+        sender.choose_mut().handle(Instant::ZERO, GroupInput::Up { incarnation });
+    };
+    appear(&mut sender, 0, 10);
+    appear(&mut sender, 1, 11);
+    sender.handle(Instant::ZERO, submit(1, false, None));
+    let Some(SenderOutput::Send { to, .. }) = sender.poll() else { panic!("it is sent") };
+    appear(&mut sender, to.replica, 20);
+    let input = SenderInput::Handover { from: to, evidence: Evidence::Superseded };
+    sender.handle(Instant::ZERO, input);
+    let sent = core::iter::from_fn(|| sender.poll()).find_map(|output| match output {
+        SenderOutput::Send { to, .. } => Some(to),
+        _ => None,
+    });
+    assert_eq!(sent, Some(Target { replica: to.replica, incarnation: Incarnation::from_bits(20) }));
+}

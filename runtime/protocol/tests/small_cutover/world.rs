@@ -414,10 +414,10 @@ impl World {
             draining,
             shadow,
         }));
-        self.tell_submitter(SubmitterInput::Moved { replica: 0, to });
         if let Some(before) = before.filter(|before| *before != to) {
             let from = Target { replica: 0, incarnation: before };
             self.tell(SenderInput::Handover { from, evidence: Evidence::Superseded });
+            self.tell_submitter(SubmitterInput::Moved { replica: 0, to });
             // The link to the old life is ended, and it notices.
             self.mail.remove(&(SUBMITTER, before));
             if std::mem::take(&mut self.parting) && self.alive(SOURCE) {
