@@ -6,18 +6,16 @@ use std::time::Duration;
 use bytes::Bytes;
 use connex_protocol::cutover::{Submitter, SubmitterInput, SubmitterOutput};
 use connex_protocol::group::{self, GroupInput, GroupOutput};
-use connex_protocol::ring::Slot as RingSlot;
 use connex_protocol::step::{Sender, SenderConfig, SenderInput, SenderOutput, Submission, Target};
 use connex_protocol::wire::directory::Route;
-use connex_protocol::wire::{
-    ErrorCode, Frame, Heartbeat, Outcome, Payload, Reply, Seal, Slot, Step, StepError,
-};
+use connex_protocol::wire::{ErrorCode, Frame, Heartbeat, Outcome, Payload, Reply, Step, StepError};
 use connex_protocol::{
     Address, Epoch, Evidence, Group, Incarnation, Instant, LogicalId, Machine, Peer, ReplicaNo, StepId,
 };
 use connex_transport::RefusedWhy;
 use tokio::sync::Notify;
 
+use crate::send_slots::SendSlots;
 use crate::served_cell::encode;
 use crate::sink::{StepEnd, StepSink};
 use crate::{Core, NodeEvent};
@@ -44,8 +42,6 @@ pub(crate) enum Duty {
     Down { peer: Peer, evidence: Evidence },
     /// These steps came to this life by a handover: watch over them until they end.
     Adopt { to: Incarnation, steps: Vec<StepId> },
-    /// Look at the clock again: something is due earlier.
-    Arm,
     /// A step that had moved ended.
     Ended { on: Option<Incarnation>, step: StepId },
 }
@@ -71,8 +67,7 @@ struct State {
     closed: bool,
     sender: Sender<group::Group>,
     sinks: HashMap<StepId, Box<dyn StepSink>>,
-    /// Slots that hold the payloads of attempts on their way.
-    slots: HashMap<StepId, Vec<(u32, RingSlot)>>,
+    slots: SendSlots,
     /// Steps that moved, and to which life.
     moved: HashMap<StepId, Option<Incarnation>>,
     duties: VecDeque<Duty>,
@@ -99,7 +94,7 @@ impl GroupCell {
                 closed: false,
                 sender,
                 sinks: HashMap::new(),
-                slots: HashMap::new(),
+                slots: SendSlots::default(),
                 moved: HashMap::new(),
                 duties: VecDeque::new(),
                 joined: HashSet::new(),
@@ -195,23 +190,30 @@ impl GroupCell {
             sink.done(ended(Outcome::MayHaveRun));
         }
         self.room.notify_waiters();
+        self.ready.notify_waiters();
     }
 
-    /// Waits until the mailbox may have room.
+    /// Waits until the mailbox may have room, or the node has ended.
     pub async fn room(&self) {
         let notified = self.room.notified();
-        if self.state.lock().expect("no holder panics").sender.has_room() {
-            return;
+        {
+            let state = self.state.lock().expect("no holder panics");
+            if state.closed || state.sender.has_room() {
+                return;
+            }
         }
         notified.await;
     }
 
-    /// Waits until a replica can take a step.
+    /// Waits until a replica can take a step, or the node has ended: a step that is submitted then ends at once.
     pub async fn ready(&self) {
         loop {
             let notified = self.ready.notified();
-            if self.is_ready() {
-                return;
+            {
+                let state = self.state.lock().expect("no holder panics");
+                if state.closed || !state.joined.is_empty() {
+                    return;
+                }
             }
             notified.await;
         }
@@ -274,12 +276,12 @@ impl GroupCell {
 
     /// The directory's word on a replica.
     pub(crate) fn on_route(&self, route: Route) {
-        let superseded = {
-            let state = self.state.lock().expect("no holder panics");
-            state.sender.choose().current(&route.lid).filter(|peer| peer.incarnation != route.incarnation)
-        };
+        let current = || self.state.lock().expect("no holder panics").sender.choose().current(&route.lid);
+        let before = current();
         self.tell_group(GroupInput::Route(route.clone()));
-        if let Some(old) = superseded {
+        // The group does not take a word that comes late, as one may that was read while a newer one was given.
+        let taken = current().is_some_and(|now| now.incarnation == route.incarnation);
+        if let Some(old) = before.filter(|old| taken && old.incarnation != route.incarnation) {
             self.on_superseded(&old, &route);
         }
     }
@@ -345,7 +347,6 @@ impl GroupCell {
             replica: source.lid.replica(),
             holder: holder.map(|peer| peer.incarnation),
         });
-        self.owe(Duty::Arm);
     }
 
     /// The source called the migration off.
@@ -376,6 +377,7 @@ impl GroupCell {
                 }
             }
         }
+        self.arm(core, state);
     }
 
     /// Moves what is on a life that ended, and says how long it took since `reported`.
@@ -503,7 +505,7 @@ impl GroupCell {
                     }
                 }
                 SenderOutput::Refused(submission) => *refused = Some(submission),
-                SenderOutput::Release { id, attempt } => release(core, state, id, attempt),
+                SenderOutput::Release { id, attempt } => state.slots.release(core, id, attempt),
                 SenderOutput::HandedOver { from, to, steps, evidence } => {
                     let now = core.clock().now();
                     let on = to.map(|to| to.incarnation);
@@ -529,6 +531,11 @@ impl GroupCell {
         if !had_room && state.sender.has_room() {
             self.room.notify_waiters();
         }
+        self.arm(core, state);
+    }
+
+    /// Has the group's actor look at the clock again if something is due earlier than it knows.
+    fn arm(&self, core: &Core, state: &State) {
         let next = state.deadline().map_or(u64::MAX, Instant::as_nanos);
         if next < self.armed.load(Ordering::Relaxed) {
             self.armed.store(next, Ordering::Relaxed);
@@ -541,11 +548,8 @@ impl GroupCell {
         if let Payload::Inline(payload) = &step.payload
             && payload.len() > core.config().inline_max
         {
-            match publish(core, to.incarnation, id, payload) {
-                Some((ring_slot, slot)) => {
-                    state.slots.entry(id).or_default().push((attempt, ring_slot));
-                    step.payload = Payload::Slot(slot);
-                }
+            match state.slots.publish(core, to.incarnation, (id, attempt), payload) {
+                Some(slot) => step.payload = Payload::Slot(slot),
                 None => {
                     // The ring is full: the step keeps its place and is tried again.
                     let now = core.clock().now();
@@ -556,7 +560,7 @@ impl GroupCell {
         }
         if let Err(refused) = core.transport().post(encode(core, to.incarnation, &Frame::Step(step))) {
             tracing::debug!(step = %id, why = %refused.why, "a step was not sent");
-            release(core, state, id, attempt);
+            state.slots.release(core, id, attempt);
             let again = match refused.why {
                 // Nor does it the next time: the step ends as if the replica had said so.
                 RefusedWhy::TooLarge => {
@@ -587,36 +591,5 @@ fn ended(outcome: Outcome) -> StepEnd {
     StepEnd { route: Vec::new(), result: Err(StepError::new(ErrorCode::Internal, outcome, text)) }
 }
 
-/// Puts a payload into a sealed slot of the send ring (P-6).
-fn publish(core: &Core, reader: Incarnation, id: StepId, payload: &Bytes) -> Option<(RingSlot, Slot)> {
-    let ring_slot = core.ring().lock().expect("no holder panics").alloc(payload.len() as u64, reader).ok()?;
-    let seal = Seal { step: id, generation: ring_slot.generation, len: ring_slot.len };
-    core.region()
-        .publish(ring_slot.offset, seal, payload.clone())
-        .expect("the ring hands out only what lies inside the region");
-    let crc = core.config().payload_crc.then(|| crc32c::crc32c(payload));
-    let slot = Slot {
-        region: core.region().key(),
-        offset: ring_slot.offset,
-        len: ring_slot.len,
-        generation: ring_slot.generation,
-        crc,
-    };
-    Some((ring_slot, slot))
-}
-
-/// Frees the slots of every attempt up to this one.
-fn release(core: &Core, state: &mut State, id: StepId, attempt: u32) {
-    let Some(slots) = state.slots.get_mut(&id) else { return };
-    slots.retain(|(at, slot)| {
-        let over = *at <= attempt;
-        if over {
-            core.region().retract(slot.offset, slot.generation);
-            core.ring().lock().expect("no holder panics").ack(slot.offset, slot.generation);
-        }
-        !over
-    });
-    if slots.is_empty() {
-        state.slots.remove(&id);
-    }
-}
+#[cfg(test)]
+mod tests;

@@ -27,6 +27,7 @@ mod dispatch;
 mod event;
 mod group_cell;
 pub mod pipeline;
+mod send_slots;
 mod serve;
 mod served_cell;
 mod sink;

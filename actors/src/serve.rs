@@ -281,11 +281,11 @@ impl StepContext {
 
     /// Ends the step as aborted with this code.
     pub fn finish_aborted(self, code: ErrorCode) {
-        let (outcome, text) = match code {
-            ErrorCode::Draining => (Outcome::MayHaveRun, "the replica is leaving and gives the step back"),
-            _ => (Outcome::MayHaveRun, "the step was cancelled while it executed"),
+        let text = match code {
+            ErrorCode::Draining => "the replica is leaving and gives the step back",
+            _ => "the step was cancelled while it executed",
         };
-        self.finish(Err(StepError::new(code, outcome, text)));
+        self.finish(Err(StepError::new(code, Outcome::MayHaveRun, text)));
     }
 }
 

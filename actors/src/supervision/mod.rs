@@ -78,7 +78,9 @@ fn ring<M: Message>(slot: &Slot<ActorRef<M>>, message: M) {
 }
 
 fn put<T>(slot: &Slot<T>, value: T) {
-    *slot.lock().expect("no holder panics") = Some(value);
+    let before = slot.lock().expect("no holder panics").replace(value);
+    // Without the lock: what it holds may ring here when it is dropped.
+    drop(before);
 }
 
 impl Doors {
@@ -135,7 +137,8 @@ impl Doors {
     }
 
     pub(crate) fn put_group(&self, group: Group, actor: ActorRef<ReplicaGroupMsg>) {
-        self.groups.lock().expect("no holder panics").insert(group, actor);
+        let before = self.groups.lock().expect("no holder panics").insert(group, actor);
+        drop(before);
     }
 
     pub(crate) fn put_liveness(&self, actor: ActorRef<LivenessMsg>) {

@@ -86,8 +86,6 @@ impl ReplicaGroupState {
                         let _ = child.actor.send_message(EndpointMsg::Adopt(steps));
                     }
                 }
-                // It is armed below, as after every duty.
-                Duty::Arm => {}
                 Duty::Ended { on, step } => {
                     if let Some(child) = on.and_then(|on| self.child(on)) {
                         let _ = child.actor.send_message(EndpointMsg::Ended(step));
