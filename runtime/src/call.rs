@@ -12,7 +12,7 @@ use futures::Stream;
 use tokio::sync::{mpsc, oneshot};
 
 /// A step that is to be submitted: metadata, a payload, and how it is to be treated.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
     meta: Bytes,
     payload: Bytes,
@@ -21,7 +21,7 @@ pub struct Step {
 }
 
 impl Step {
-    /// A step with this metadata (small; it travels in the control frame).
+    /// A step with this metadata, which travels in the control frame: with all else it fits into 1 MiB.
     pub fn new(meta: impl Into<Bytes>) -> Self {
         Step { meta: meta.into(), ..Step::default() }
     }
@@ -108,7 +108,8 @@ impl GroupHandle {
         &self.cell
     }
 
-    /// Waits until a replica can take a step.
+    /// Waits until a replica can take a step, or the node has ended: a step that is submitted then ends at once, as
+    /// not started.
     pub async fn ready(&self) {
         self.cell.ready().await;
     }
@@ -139,13 +140,12 @@ impl GroupHandle {
     pub async fn start(&self, step: Step, when_full: WhenFull) -> Result<Pending, CallError> {
         let mut step = step;
         loop {
-            let room = self.cell.room();
             match self.submit(step, when_full) {
                 Err(refused)
                     if refused.error.code == ErrorCode::Overloaded && when_full == WhenFull::Wait =>
                 {
                     step = refused.step;
-                    room.await;
+                    self.cell.room().await;
                 }
                 other => return other,
             }
@@ -153,7 +153,8 @@ impl GroupHandle {
     }
 
     /// Submits a step from a thread outside any async runtime, and makes the transport's progress itself until the
-    /// reply is there: no other thread has to be woken for it. With `spin` it never sleeps in between.
+    /// reply is there: no other thread has to be woken for it. With `spin` it never sleeps in between. Beyond K steps
+    /// in flight it waits its turn; a full mailbox hands the step back as [`ErrorCode::Overloaded`].
     pub fn call_blocking(&self, step: Step, spin: bool) -> Result<Reply, CallError> {
         let ended = Arc::new(Ended::default());
         let sink = Box::new(BlockingSink { ended: ended.clone() });
@@ -181,11 +182,10 @@ impl GroupHandle {
     pub async fn stream(&self, step: Step) -> Result<Streaming, CallError> {
         let mut step = step;
         loop {
-            let room = self.cell.room();
             match self.submit_stream(step) {
                 Err(refused) if refused.error.code == ErrorCode::Overloaded => {
                     step = refused.step;
-                    room.await;
+                    self.cell.room().await;
                 }
                 other => return other,
             }
@@ -196,16 +196,16 @@ impl GroupHandle {
         let (done, reply) = oneshot::channel();
         let sink = Box::new(ReplySink { done });
         let id = self.submit_to(step.clone(), false, when_full, sink)?;
-        Ok(Pending { step, reply, cancel: Cancel { cell: self.cell.clone(), id: Some(id) } })
+        Ok(Pending { step, reply, cancel: Cancel { cell: self.cell.clone(), id, ended: false } })
     }
 
     fn submit_stream(&self, step: Step) -> Result<Streaming, CallError> {
-        // The sender bounds a streaming step's items by their bytes, so this queue is bounded too.
+        // Bounded by the sender, which keeps every item until the step's end and takes `items_bytes` of them at most.
         let (items, stream) = mpsc::unbounded_channel();
         let (done, reply) = oneshot::channel();
         let sink = Box::new(StreamSink { items, done });
         let id = self.submit_to(step.clone(), true, WhenFull::Wait, sink)?;
-        let cancel = Cancel { cell: self.cell.clone(), id: Some(id) };
+        let cancel = Cancel { cell: self.cell.clone(), id, ended: false };
         Ok(Streaming { items: stream, end: Pending { step, reply, cancel } })
     }
 
@@ -300,13 +300,14 @@ impl StepSink for StreamSink {
 /// Cancels its step when dropped before the step's end (P-12).
 struct Cancel {
     cell: Arc<GroupCell>,
-    id: Option<StepId>,
+    id: StepId,
+    ended: bool,
 }
 
 impl Drop for Cancel {
     fn drop(&mut self) {
-        if let Some(id) = self.id {
-            self.cell.drive(SenderInput::Cancel(id));
+        if !self.ended {
+            self.cell.drive(SenderInput::Cancel(self.id));
         }
     }
 }
@@ -321,7 +322,7 @@ pub struct Pending {
 impl Pending {
     /// The step's identity.
     pub fn id(&self) -> StepId {
-        self.cancel.id.expect("it is taken only at the step's end")
+        self.cancel.id
     }
 }
 
@@ -333,7 +334,7 @@ impl Future for Pending {
             Poll::Pending => return Poll::Pending,
             Poll::Ready(end) => end,
         };
-        self.cancel.id = None;
+        self.cancel.ended = true;
         let step = std::mem::take(&mut self.step);
         Poll::Ready(match end {
             Ok(StepEnd { route, result: Ok(body) }) => Ok(Reply { body, route }),

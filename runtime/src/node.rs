@@ -4,7 +4,8 @@ use std::time::Duration;
 use connex_actors::{
     Core, CoreConfig, Dispatch, EndpointFactory, NodeEvent, NodeSupervisor, NodeSupervisorArgs, Standing,
 };
-use connex_protocol::{Address, Group, Incarnation, LogicalId, Peer};
+use connex_protocol::wire::directory::Route;
+use connex_protocol::{Address, Epoch, Group, Incarnation, LogicalId, Peer};
 use connex_transport::mem::MemHub;
 use connex_transport::tcp::{TcpConfig, TcpTransport};
 use connex_transport::{Handler, Identity, Transport};
@@ -32,18 +33,12 @@ impl Reach {
         self,
         identity: Identity,
         handler: Arc<dyn Handler>,
-    ) -> Result<Arc<dyn Transport>, String> {
-        match self {
-            Reach::Tcp(config) => match TcpTransport::start(config, identity, handler) {
-                Ok(transport) => Ok(transport),
-                Err(error) => Err(error.to_string()),
-            },
-            Reach::Given(transport) => Ok(transport),
-            Reach::Mem(hub, name) => match hub.start(&name, identity, handler) {
-                Ok(transport) => Ok(transport),
-                Err(error) => Err(error.to_string()),
-            },
-        }
+    ) -> Result<Arc<dyn Transport>, connex_transport::StartError> {
+        Ok(match self {
+            Reach::Tcp(config) => TcpTransport::start(config, identity, handler)?,
+            Reach::Given(transport) => transport,
+            Reach::Mem(hub, name) => hub.start(&name, identity, handler)?,
+        })
     }
 }
 
@@ -51,8 +46,8 @@ impl Reach {
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// Its transport could not be started.
-    #[error("{0}")]
-    Transport(String),
+    #[error(transparent)]
+    Transport(#[from] connex_transport::StartError),
     /// Its supervision tree could not be started.
     #[error("the supervision tree could not be started: {0}")]
     Supervision(#[from] ractor::SpawnErr),
@@ -139,7 +134,7 @@ impl NodeBuilder {
         let core = Core::new(peer.clone(), self.config);
         let identity = Identity { peer, deployment: self.deployment };
         let handler = Dispatch::new(&core);
-        core.set_transport(self.reach.start(identity, handler).map_err(StartError::Transport)?);
+        core.set_transport(self.reach.start(identity, handler)?);
         let serves = self.endpoint.is_some();
         if serves {
             core.serve();
@@ -189,6 +184,14 @@ impl Node {
     /// Where peers reach it.
     pub fn address(&self) -> Address {
         self.core.transport().local()
+    }
+
+    /// The route to what it serves, for peers that are told of it without a directory ([`Via::Fixed`]).
+    pub fn route(&self) -> Route {
+        let Peer { lid, incarnation } = self.me().clone();
+        let registered = self.registration.as_ref().and_then(Registration::epoch);
+        let epoch = registered.unwrap_or(Epoch { boot: 1, counter: 1 });
+        Route { lid, incarnation, address: self.address(), epoch, ready: true, draining: false, shadow: None }
     }
 
     /// Its membership at the directory, if it has one.

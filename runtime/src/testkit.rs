@@ -199,19 +199,25 @@ impl Cluster {
         }
     }
 
-    /// Waits for an event of the client's that `wanted` accepts; panics after 20 s without one.
+    /// Waits for an event of the client's that `wanted` accepts; panics after 20 s without one, and then says how many
+    /// events came too fast for it to see.
     pub async fn expect(&mut self, mut wanted: impl FnMut(&NodeEvent) -> bool) -> NodeEvent {
+        let mut missed = 0;
         let waiting = async {
             loop {
                 match self.events.recv().await {
                     Ok(event) if wanted(&event) => return event,
-                    Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => {}
+                    Ok(_) => {}
+                    Err(broadcast::error::RecvError::Lagged(events)) => missed += events,
                     Err(broadcast::error::RecvError::Closed) => {
                         unreachable!("the client lives as long as this")
                     }
                 }
             }
         };
-        tokio::time::timeout(PATIENCE, waiting).await.expect("the event comes")
+        let event = tokio::time::timeout(PATIENCE, waiting).await;
+        event.unwrap_or_else(|_| {
+            panic!("no such event in {PATIENCE:?}; {missed} were missed: if more than 0, raise `CoreConfig::events`")
+        })
     }
 }

@@ -1,3 +1,4 @@
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -44,8 +45,8 @@ impl DirectoryConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum DirectoryError {
     /// Its transport could not be started.
-    #[error("{0}")]
-    Transport(String),
+    #[error(transparent)]
+    Transport(#[from] connex_transport::StartError),
     /// Its boot number could not be kept.
     #[error("the state file {path} can't be used: {source}")]
     StateFile {
@@ -180,7 +181,7 @@ impl Directory {
             changed: Notify::new(),
         });
         let identity = Identity { peer: me, deployment: config.deployment };
-        let transport = config.reach.start(identity, serving.clone()).map_err(DirectoryError::Transport)?;
+        let transport = config.reach.start(identity, serving.clone())?;
         if serving.transport.set(Arc::downgrade(&transport)).is_err() {
             unreachable!("a directory is started once");
         }
@@ -259,10 +260,11 @@ fn next_boot(state_file: Option<&Path>) -> Result<u64, DirectoryError> {
     Ok(boot)
 }
 
-/// A crash in the middle leaves the old number or the new one, never half of one.
+/// A crash in the middle, of the machine too, leaves the old number or the new one, never half of one.
 fn keep(path: &Path, boot: u64) -> Result<(), DirectoryError> {
     let failed = |source| DirectoryError::StateFile { path: path.to_owned(), source };
     let staged = path.with_extension("new");
-    std::fs::write(&staged, boot.to_string()).map_err(failed)?;
+    let mut file = std::fs::File::create(&staged).map_err(failed)?;
+    file.write_all(boot.to_string().as_bytes()).and_then(|()| file.sync_all()).map_err(failed)?;
     std::fs::rename(&staged, path).map_err(failed)
 }
