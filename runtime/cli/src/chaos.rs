@@ -60,30 +60,14 @@ pub(crate) async fn run(args: ChaosArgs) -> anyhow::Result<bool> {
     let handovers = Handovers::watch(&deployment);
     let load = Load::start(&group, u32::from(args.stages) * 2, args.clients, args.seed);
 
-    let mut rng = StdRng::seed_from_u64(args.seed);
-    let seats = deployment.seats();
-    let mut kills_by_stage = BTreeMap::new();
-    let mut killed_at: HashMap<Incarnation, u64> = HashMap::new();
-    for kill in 0..args.kills {
-        load.counts.tokens_more(rng.random_range(1..200)).await;
-        let seat = seats[rng.random_range(0..seats.len())];
-        let lives = deployment.lives(seat);
-        let at_ns = deployment.kill(seat);
-        if let Some(incarnation) = lives.last().and_then(|life| life.incarnation) {
-            killed_at.insert(incarnation, at_ns);
-        }
-        *kills_by_stage.entry(seat.0).or_insert(0) += 1;
-        deployment.wait_ready(seat, lives.len() as u32).await?;
-        if (kill + 1) % 10 == 0 {
-            say!("{} of {} kills", kill + 1, args.kills);
-        }
-    }
+    let (kills_by_stage, killed_at) = kill_at_random(&args, &deployment, &load).await?;
     load.counts.tokens_more(200).await;
     let counts = load.counts.clone();
     let lost = load.finish().await;
     let executions = ledger.summary(&deployment)?;
     let duplicated = executions.duplicated;
     deployment.stop().await;
+    handovers.check_complete()?;
     // A life with no step on it when it was killed has no handover.
     let handed: Vec<f64> = killed_at
         .iter()
@@ -126,4 +110,34 @@ pub(crate) async fn run(args: ChaosArgs) -> anyhow::Result<bool> {
         println!("{report:#?}");
     }
     Ok(holds)
+}
+
+/// When each life was killed, in nanoseconds of the host's clock.
+type Killed = HashMap<Incarnation, u64>;
+
+/// Kills drawn processes, each once the one before is back; returns how many of each stage, and when each life ended.
+async fn kill_at_random(
+    args: &ChaosArgs,
+    deployment: &Deployment,
+    load: &Load,
+) -> anyhow::Result<(BTreeMap<u16, u32>, Killed)> {
+    let mut rng = StdRng::seed_from_u64(args.seed);
+    let seats = deployment.seats();
+    let mut kills_by_stage = BTreeMap::new();
+    let mut killed_at: Killed = HashMap::new();
+    for kill in 0..args.kills {
+        load.counts.tokens_more(rng.random_range(1..200)).await;
+        let seat = seats[rng.random_range(0..seats.len())];
+        let lives = deployment.lives(seat);
+        let at_ns = deployment.kill(seat);
+        if let Some(incarnation) = lives.last().and_then(|life| life.incarnation) {
+            killed_at.insert(incarnation, at_ns);
+        }
+        *kills_by_stage.entry(seat.0).or_insert(0) += 1;
+        deployment.wait_ready(seat, lives.len() as u32).await?;
+        if (kill + 1) % 10 == 0 {
+            say!("{} of {} kills", kill + 1, args.kills);
+        }
+    }
+    Ok((kills_by_stage, killed_at))
 }

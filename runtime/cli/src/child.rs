@@ -6,9 +6,14 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::Context;
 use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
+use tokio::signal::ctrl_c;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
 use crate::report::{Line, host_ns};
+
+/// Lines of children that may wait to be heard.
+pub(crate) const HEARD_MAX: usize = 1024;
 
 /// What is heard of a child.
 #[derive(Debug)]
@@ -28,11 +33,11 @@ pub(crate) struct Child {
 
 impl Child {
     /// Starts this binary with these arguments. What it says, and its end, go to `heard` with `tag`; its end is the
-    /// last thing heard, and by then it has been reaped.
+    /// last thing heard, and by then it has been reaped. A child that says more than is heard waits.
     pub(crate) fn start<T: Clone + Send + 'static>(
         args: &[String],
         tag: T,
-        heard: mpsc::UnboundedSender<(T, u64, Heard)>,
+        heard: mpsc::Sender<(T, u64, Heard)>,
     ) -> anyhow::Result<Child> {
         let program = std::env::current_exe().context("this program's own path")?;
         let mut process = Command::new(&program)
@@ -52,7 +57,7 @@ impl Child {
                 let Ok(line) = line else { break };
                 // A line that is none of ours is shown as it is.
                 match serde_json::from_str::<Line>(&line) {
-                    Ok(line) => drop(heard.send((tag.clone(), host_ns(), Heard::Line(line)))),
+                    Ok(line) => drop(heard.blocking_send((tag.clone(), host_ns(), Heard::Line(line)))),
                     Err(_) => eprintln!("{line}"),
                 }
             }
@@ -60,7 +65,7 @@ impl Child {
                 Ok(status) => status.to_string(),
                 Err(error) => error.to_string(),
             };
-            drop(heard.send((tag, host_ns(), Heard::Exited(how))));
+            drop(heard.blocking_send((tag, host_ns(), Heard::Exited(how))));
         })?;
         Ok(child)
     }
@@ -114,5 +119,16 @@ pub(crate) fn listen_to_parent(parent: Option<u32>, on_command: impl Fn(&str) + 
     });
     if let Err(error) = listening {
         eprintln!("warning: the parent can't be heard: {error}");
+    }
+}
+
+/// Waits for SIGTERM or Ctrl-C.
+pub(crate) async fn asked_to_end() {
+    let Ok(mut terminated) = signal(SignalKind::terminate()) else {
+        return drop(ctrl_c().await);
+    };
+    tokio::select! {
+        _ = terminated.recv() => {}
+        _ = ctrl_c() => {}
     }
 }

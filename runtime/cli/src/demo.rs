@@ -25,6 +25,9 @@ const PROMPTS: [&str; 4] = [
 /// How long one step of the toy takes in a demo: long enough to be killed in.
 const TOY_STEP: Duration = Duration::from_millis(4);
 
+/// Tokens that may wait to be shown.
+const TOKENS_MAX: usize = 1024;
+
 #[derive(Debug, Serialize)]
 struct Report {
     model: String,
@@ -178,7 +181,7 @@ async fn generate(
     if let Some(seat) = victim {
         reach(deployment, seat, args.replicas, &mut news).await?;
     }
-    let (tokens, mut incoming) = mpsc::unbounded_channel();
+    let (tokens, mut incoming) = mpsc::channel(TOKENS_MAX);
     for (request, prompt) in prompts.iter().enumerate() {
         let route = victim.map(|victim| beside(victim, request as u32, args.replicas)).unwrap_or_default();
         let step = request_step(prompt, args.tokens).route(route);
@@ -226,30 +229,25 @@ fn request_step(prompt: &[u32], tokens: u32) -> Step {
     Step::new(RequestMeta { max_tokens: tokens }.encode()).payload(pipeline::encode_tokens(prompt))
 }
 
-async fn follow(
-    group: connex::GroupHandle,
-    step: Step,
-    request: usize,
-    tokens: mpsc::UnboundedSender<Token>,
-) {
+async fn follow(group: connex::GroupHandle, step: Step, request: usize, tokens: mpsc::Sender<Token>) {
     let failed = || Token { request, at_ns: host_ns(), token: None };
     let mut stream = match group.stream(step).await {
         Ok(stream) => stream,
         Err(error) => {
             say!("request {request}: {error}");
             // The demo that would hear it has ended.
-            let _ = tokens.send(failed());
+            let _ = tokens.send(failed()).await;
             return;
         }
     };
     while let Some(item) = stream.next().await {
         for token in pipeline::decode_tokens(&item).unwrap_or_default() {
-            let _ = tokens.send(Token { request, at_ns: host_ns(), token: Some(token) });
+            let _ = tokens.send(Token { request, at_ns: host_ns(), token: Some(token) }).await;
         }
     }
     if let Err(error) = stream.end().await {
         say!("request {request}: {error}");
-        let _ = tokens.send(failed());
+        let _ = tokens.send(failed()).await;
     }
 }
 

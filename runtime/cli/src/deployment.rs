@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use tokio::sync::{broadcast, mpsc};
 
 use crate::args::Plant;
-use crate::child::{Child, Heard};
+use crate::child::{Child, HEARD_MAX, Heard};
 use crate::model::Model;
 use crate::report::{Line, host_ns};
 
@@ -75,7 +75,7 @@ struct Keeper {
     plan: Plan,
     directory: Address,
     client: Node,
-    heard: mpsc::UnboundedSender<((Seat, u32), u64, Heard)>,
+    heard: mpsc::Sender<((Seat, u32), u64, Heard)>,
     seats: Mutex<BTreeMap<Seat, Seated>>,
     news: broadcast::Sender<News>,
     closing: std::sync::atomic::AtomicBool,
@@ -93,7 +93,7 @@ impl Deployment {
         if plan.stages == 0 || plan.replicas == 0 {
             bail!("a deployment has at least one stage and one replica");
         }
-        let (heard, mut first_heard) = mpsc::unbounded_channel();
+        let (heard, mut first_heard) = mpsc::channel(HEARD_MAX);
         let args: Vec<String> =
             ["directory", "--listen", "127.0.0.1:0", "--first"].map(String::from).to_vec();
         let directory_child = Child::start(&args, (), heard)?;
@@ -110,7 +110,7 @@ impl Deployment {
         if standing != Standing::Watching {
             bail!("the directory did not answer: {standing:?}");
         }
-        let (heard, hearing) = mpsc::unbounded_channel();
+        let (heard, hearing) = mpsc::channel(HEARD_MAX);
         let keeper = Arc::new(Keeper {
             plan,
             directory,
@@ -359,7 +359,7 @@ impl Keeper {
     }
 }
 
-async fn listen(keeper: Arc<Keeper>, mut hearing: mpsc::UnboundedReceiver<((Seat, u32), u64, Heard)>) {
+async fn listen(keeper: Arc<Keeper>, mut hearing: mpsc::Receiver<((Seat, u32), u64, Heard)>) {
     while let Some(((seat, life), at_ns, heard)) = hearing.recv().await {
         let what = match heard {
             Heard::Line(line) => {

@@ -9,7 +9,7 @@ use connex::protocol::directory::RegistryConfig;
 use connex::transport::tcp::TcpConfig;
 
 use crate::args::DirectoryArgs;
-use crate::child::{die_with_parent, listen_to_parent};
+use crate::child::{asked_to_end, die_with_parent, listen_to_parent};
 use crate::report::{Line, say, tell};
 
 pub(crate) async fn run(args: DirectoryArgs) -> anyhow::Result<bool> {
@@ -40,7 +40,7 @@ pub(crate) async fn run(args: DirectoryArgs) -> anyhow::Result<bool> {
     } else {
         say!("the directory serves at {address}");
     }
-    tokio::signal::ctrl_c().await?;
+    asked_to_end().await;
     directory.shutdown().await;
     Ok(true)
 }

@@ -1,8 +1,10 @@
 //! The handovers of a deployment, heard from its processes and from the client in this one.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use anyhow::ensure;
 use connex::Incarnation;
 use tokio::sync::broadcast::error::RecvError;
 
@@ -23,6 +25,8 @@ pub(crate) struct HandedOver {
 #[derive(Clone, Default)]
 pub(crate) struct Handovers {
     known: Arc<Mutex<HashMap<Incarnation, HandedOver>>>,
+    /// Events that came too fast to be heard.
+    missed: Arc<AtomicU64>,
 }
 
 impl Handovers {
@@ -35,7 +39,8 @@ impl Handovers {
                 tokio::select! {
                     heard = news.recv() => match heard {
                         Ok(News { what: What::Line(line), .. }) => listening.take(&line),
-                        Ok(_) | Err(RecvError::Lagged(_)) => {}
+                        Ok(_) => {}
+                        Err(RecvError::Lagged(missed)) => listening.miss(missed),
                         Err(RecvError::Closed) => return,
                     },
                     event = own.recv() => match event {
@@ -44,7 +49,7 @@ impl Handovers {
                                 listening.take(&line);
                             }
                         }
-                        Err(RecvError::Lagged(_)) => {}
+                        Err(RecvError::Lagged(missed)) => listening.miss(missed),
                         Err(RecvError::Closed) => return,
                     },
                 }
@@ -60,6 +65,20 @@ impl Handovers {
         let entry = known.entry(Incarnation::from_bits(bits)).or_default();
         entry.at_ns = entry.at_ns.max((*at_ns).min(host_ns()));
         entry.steps += steps;
+    }
+
+    fn miss(&self, events: u64) {
+        self.missed.fetch_add(events, Ordering::SeqCst);
+    }
+
+    /// Fails if events were missed: figures drawn from the rest would be wrong without a sign of it.
+    pub(crate) fn check_complete(&self) -> anyhow::Result<()> {
+        let missed = self.missed.load(Ordering::SeqCst);
+        ensure!(
+            missed == 0,
+            "{missed} events were missed, so the handovers can't be told: is the machine overloaded?"
+        );
+        Ok(())
     }
 
     /// What is known of the handovers from this life.

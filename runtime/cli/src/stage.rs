@@ -6,26 +6,32 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use connex::directory::Registration;
 use connex::engine::Engine;
 use connex::engine::recorded::{Ledger, Recorded};
 use connex::pipeline::{self, EngineFactory, PipelineConfig};
 use connex::transport::tcp::TcpConfig;
 use connex::{Core, Node, NodeEvent, Reach, Standing};
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::mpsc;
 
 use crate::args::{Plant, StageArgs};
-use crate::child::{die_with_parent, listen_to_parent};
+use crate::child::{asked_to_end, die_with_parent, listen_to_parent};
 use crate::model::{Habits, Model, share};
 use crate::report::{Line, host_ns, say, tell};
+
+/// Commands of the parent that may wait.
+const COMMANDS_MAX: usize = 64;
 
 pub(crate) async fn run(args: StageArgs) -> anyhow::Result<bool> {
     die_with_parent(args.parent);
     let announce = Arc::new(AtomicBool::new(false));
-    let (commands, mut commanded) = tokio::sync::mpsc::unbounded_channel::<String>();
+    let (commands, mut commanded) = mpsc::channel::<String>(COMMANDS_MAX);
     let flag = announce.clone();
     listen_to_parent(args.parent, move |command| match command {
         "executing" => flag.store(true, Ordering::SeqCst),
-        // The receiver lives as long as the process.
-        other => drop(commands.send(other.to_owned())),
+        // A parent that asks faster than it is answered waits. The receiver lives as long as the process.
+        other => drop(commands.blocking_send(other.to_owned())),
     });
 
     let number = args.lid.group().stage();
@@ -74,7 +80,7 @@ async fn live(
     args: &StageArgs,
     engine: EngineFactory,
     migrate: bool,
-    commanded: &mut tokio::sync::mpsc::UnboundedReceiver<String>,
+    commanded: &mut mpsc::Receiver<String>,
 ) -> anyhow::Result<End> {
     let mut builder = Node::builder(args.lid.clone())
         .reach(Reach::Tcp(TcpConfig {
@@ -98,13 +104,19 @@ async fn live(
     let end = loop {
         tokio::select! {
             event = events.recv() => match event {
-                Ok(NodeEvent::IdentityLost) => break if is_held_by_another(&node) { End::Replaced } else { End::Evicted },
+                Ok(NodeEvent::IdentityLost) => break lost(&node),
                 Ok(NodeEvent::HandedAway) => break End::Asked,
                 Ok(event) => show(args, &event),
-                Err(tokio::sync::broadcast::error::RecvError::Lagged(missed)) => {
+                Err(RecvError::Lagged(missed)) => {
                     tracing::warn!(missed, "events were missed");
+                    // Its own end may be among them.
+                    match node.registration().map(Registration::standing) {
+                        Some(Standing::Lost) => break lost(&node),
+                        Some(Standing::Left) => break End::Asked,
+                        _ => {}
+                    }
                 }
-                Err(tokio::sync::broadcast::error::RecvError::Closed) => bail!("{}: the node ended", args.lid),
+                Err(RecvError::Closed) => bail!("{}: the node ended", args.lid),
             },
             command = commanded.recv(), if args.parent.is_some() => match command.as_deref() {
                 Some("stats") => tell_stats(&node),
@@ -124,21 +136,12 @@ async fn live(
     Ok(end)
 }
 
-/// Whether the directory's last word names another life under this node's identity.
-fn is_held_by_another(node: &Node) -> bool {
+/// The end of a life that lost its identity: to another, if the directory's last word names one under it.
+fn lost(node: &Node) -> End {
     let me = node.me();
-    node.core().routes().iter().any(|route| route.lid == me.lid && route.incarnation != me.incarnation)
-}
-
-/// SIGTERM, or Ctrl-C.
-async fn asked_to_end() {
-    let Ok(mut terminated) = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) else {
-        return drop(tokio::signal::ctrl_c().await);
-    };
-    tokio::select! {
-        _ = terminated.recv() => {}
-        _ = tokio::signal::ctrl_c() => {}
-    }
+    let held =
+        node.core().routes().iter().any(|route| route.lid == me.lid && route.incarnation != me.incarnation);
+    if held { End::Replaced } else { End::Evicted }
 }
 
 /// Refuses a range that can't be this stage's. Whether it continues the neighbours' the first step tells.

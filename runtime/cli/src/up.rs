@@ -4,9 +4,12 @@ use connex::engine::Text;
 use connex::pipeline::{self, RequestMeta};
 use connex::{GroupHandle, Step};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::sync::broadcast;
+use tokio::sync::broadcast::error::RecvError;
 
 use crate::args::UpArgs;
-use crate::deployment::{Deployment, Plan, What};
+use crate::child::asked_to_end;
+use crate::deployment::{Deployment, News, Plan, What};
 use crate::model::Model;
 use crate::report::{Line, say};
 
@@ -24,25 +27,42 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<bool> {
     group.ready().await;
     say!("ready: write a prompt and press Enter; end with Ctrl-D");
     let mut news = deployment.news();
+    tokio::select! {
+        ended = answer_all(&group, &*text, args.tokens) => ended?,
+        () = narrate(&mut news) => {}
+        () = asked_to_end() => {}
+    }
+    deployment.stop().await;
+    Ok(true)
+}
+
+/// Answers prompts until standard input ends. A prompt that can't be answered is told why, and the next one is read.
+async fn answer_all(group: &GroupHandle, text: &dyn Text, tokens: u32) -> anyhow::Result<()> {
     let mut prompts = BufReader::new(tokio::io::stdin()).lines();
+    while let Some(prompt) = prompts.next_line().await? {
+        if !prompt.trim().is_empty()
+            && let Err(error) = answer(group, text, &prompt, tokens).await
+        {
+            say!("no answer: {error:#}");
+        }
+    }
+    Ok(())
+}
+
+/// Tells what is heard of the stages, until there is nobody left to be heard.
+async fn narrate(news: &mut broadcast::Receiver<News>) {
     loop {
-        tokio::select! {
-            line = prompts.next_line() => match line? {
-                Some(prompt) if prompt.trim().is_empty() => {}
-                Some(prompt) => answer(&group, &*text, &prompt, args.tokens).await?,
-                None => break,
-            },
-            heard = news.recv() => match heard?.what {
+        match news.recv().await {
+            Ok(News { what, .. }) => match what {
                 What::Line(Line::Told { text }) => say!("{text}"),
                 What::Line(line @ Line::HandedOver { .. }) => say!("{line:?}"),
                 What::Exited(how) => say!("a stage ended ({how}); it is started again"),
                 What::Line(_) => {}
             },
-            _ = tokio::signal::ctrl_c() => break,
+            Err(RecvError::Lagged(missed)) => say!("{missed} events came too fast to be shown"),
+            Err(RecvError::Closed) => return,
         }
     }
-    deployment.stop().await;
-    Ok(true)
 }
 
 /// Streams one answer to standard output.
@@ -64,8 +84,6 @@ async fn answer(group: &GroupHandle, text: &dyn Text, prompt: &str, tokens: u32)
     }
     out.write_all(b"\n").await?;
     out.flush().await?;
-    if let Err(error) = stream.end().await {
-        say!("the request ended: {error}");
-    }
+    stream.end().await?;
     Ok(())
 }

@@ -50,6 +50,7 @@ pub(crate) async fn run(args: BenchHandoverArgs) -> anyhow::Result<bool> {
         }
     }
     load.finish().await;
+    handovers.check_complete()?;
     deployment.stop().await;
     let report = Report { runs: values.len(), kill_to_handover_ms: percentiles(values) };
     if args.json {

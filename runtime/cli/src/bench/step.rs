@@ -21,7 +21,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 
 use crate::args::BenchStepArgs;
-use crate::child::{Child, Heard, die_with_parent, listen_to_parent};
+use crate::child::{Child, HEARD_MAX, Heard, die_with_parent, listen_to_parent};
 use crate::report::{Line, Percentiles, percentiles, round, say, tell};
 
 /// Replies echo payloads up to this size; larger ones are answered with eight bytes.
@@ -250,7 +250,7 @@ struct Other {
 }
 
 async fn start_other() -> anyhow::Result<Other> {
-    let (heard, mut hearing) = mpsc::unbounded_channel();
+    let (heard, mut hearing) = mpsc::channel(HEARD_MAX);
     let args: Vec<String> = ["bench", "step", "--serve"].map(String::from).to_vec();
     let child = Child::start(&args, (), heard)?;
     match hearing.recv().await {
