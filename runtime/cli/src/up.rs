@@ -43,7 +43,7 @@ async fn answer_all(group: &GroupHandle, text: &dyn Text, tokens: u32) -> anyhow
         if !prompt.trim().is_empty()
             && let Err(error) = answer(group, text, &prompt, tokens).await
         {
-            say!("no answer: {error:#}");
+            say!("the request ended: {error:#}");
         }
     }
     Ok(())

@@ -2,10 +2,10 @@
 //! and input that fits nowhere.
 
 use std::collections::HashSet;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use connex::directory::{Directory, DirectoryConfig};
@@ -13,6 +13,7 @@ use connex::pipeline::{self, RequestMeta};
 use connex::protocol::directory::RegistryConfig;
 use connex::protocol::wire::directory::Route;
 use connex::{Address, CallError, ErrorCode, Group, LogicalId, Node, Reply, Step};
+use rustix::process::{Pid, Signal, kill_process};
 
 /// What a condition may take at most, on a machine that is busy with other things.
 const SLACK: Duration = Duration::from_secs(30);
@@ -214,17 +215,7 @@ async fn a_range_that_can_not_be_that_stages_is_refused_before_anybody_is_told_o
 /// The toy's context is 65,536 tokens, and each byte of a prompt is one.
 #[test]
 fn a_prompt_longer_than_the_context_is_refused_with_what_to_do_and_the_next_one_is_answered() {
-    let mut up = Command::new(env!("CARGO_BIN_EXE_connex"))
-        .args(["up", "--model", "toy", "--stages", "2", "--replicas", "1", "--tokens", "3"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut stdin = up.stdin.take().unwrap();
-    let mut stdout = BufReader::new(up.stdout.take().unwrap());
-    let stderr = BufReader::new(up.stderr.take().unwrap());
-    let up = Stage(up);
+    let (up, mut stdin, mut stdout, stderr) = up("3");
     let mut said = stderr.lines().map(|line| line.unwrap());
     assert!(said.any(|line| line.starts_with("ready")));
     let mut answer = |prompt: &str| {
@@ -240,4 +231,35 @@ fn a_prompt_longer_than_the_context_is_refused_with_what_to_do_and_the_next_one_
     assert!(refused.contains("the prompt has 70000 tokens") && refused.contains("shorten it"), "{refused}");
     assert_eq!(answer("hello"), first);
     drop(up);
+}
+
+/// A deployment that answers with so many tokens: it, its prompts, its answers, and what it says.
+fn up(tokens: &str) -> (Stage, ChildStdin, BufReader<ChildStdout>, BufReader<ChildStderr>) {
+    let mut up = Command::new(env!("CARGO_BIN_EXE_connex"))
+        .args(["up", "--model", "toy", "--stages", "2", "--replicas", "1", "--tokens", tokens])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let stdin = up.stdin.take().unwrap();
+    let stdout = BufReader::new(up.stdout.take().unwrap());
+    let stderr = BufReader::new(up.stderr.take().unwrap());
+    (Stage(up), stdin, stdout, stderr)
+}
+
+#[test]
+fn ctrl_c_ends_a_deployment_in_the_middle_of_an_answer() {
+    const TOKENS: usize = 20_000;
+    let (mut up, mut stdin, mut stdout, stderr) = up(&TOKENS.to_string());
+    assert!(stderr.lines().any(|line| line.unwrap().starts_with("ready")));
+    writeln!(stdin, "hello").unwrap();
+    let mut answer = vec![0];
+    stdout.read_exact(&mut answer).unwrap();
+    let pid = Pid::from_raw(up.0.id() as i32).unwrap();
+    kill_process(pid, Signal::INT).unwrap();
+    // It ends although its prompts go on.
+    stdout.read_to_end(&mut answer).unwrap();
+    assert!(up.0.wait().unwrap().success());
+    assert!(String::from_utf8(answer).unwrap().split_whitespace().count() < TOKENS);
 }
