@@ -36,7 +36,7 @@ pub struct SenderConfig {
     pub k: Option<usize>,
     /// Steps that may be accepted and unfinished at once.
     pub mailbox: usize,
-    /// How far a step's number may run ahead of the origin's lowest unfinished one.
+    /// How many own steps of this group a step may run ahead of the lowest unfinished one: receivers remember no more.
     pub window: u64,
     /// After this long without a word on a step that was sent, its replica is asked (P-11).
     pub ask_after: Duration,
@@ -418,10 +418,7 @@ impl<C: Choose> Sender<C> {
     /// Chooses a replica for a waiting step, if it has credit and there is one.
     fn place(&mut self, now: Instant, id: StepId) {
         let entry = &self.entries[&id];
-        let held_back = entry.own
-            && (self.config.k.is_some_and(|k| self.placed_own >= k)
-                || self.open.first().is_some_and(|first| id.seq - first >= self.config.window));
-        if held_back {
+        if entry.own && self.held_back(id.seq) {
             return;
         }
         let Some(target) = self.choose.pick(entry.route.first().copied(), entry.avoid) else { return };
@@ -434,6 +431,18 @@ impl<C: Choose> Sender<C> {
         self.placed_own += usize::from(entry.own);
         self.mailbox(target);
         self.send_queued(now, id, target);
+    }
+
+    /// Whether an own step waits for credit (P-4), or for the lowest unfinished one to end.
+    fn held_back(&self, seq: u64) -> bool {
+        if self.config.k.is_some_and(|k| self.placed_own >= k) {
+            return true;
+        }
+        let first = self.open.first().copied().unwrap_or(seq);
+        // An origin's numbers are shared by its groups, so that most of those in between may be no steps of this one.
+        seq.saturating_sub(first) >= self.config.window
+            && (self.open.range(..seq).count() + self.finished_above.range(..seq).count()) as u64
+                >= self.config.window
     }
 
     fn mailbox(&mut self, target: Target) -> &mut Mailbox {
@@ -905,9 +914,10 @@ impl<C: Choose> Sender<C> {
                 self.end(id, Vec::new(), Err(deadline_exceeded(outcome)));
             }
             Place::Waiting | Place::Queued(_) => {
-                let held_by_credit = entry.own && config.k.is_some_and(|k| self.placed_own >= k);
-                if held_by_credit || matches!(entry.place, Place::Queued(_)) {
-                    entry.look = now + config.unavailable_after;
+                let look = now + config.unavailable_after;
+                let queued = matches!(entry.place, Place::Queued(_));
+                if queued || entry.own && self.held_back(id.seq) {
+                    self.entries.get_mut(&id).expect("it was found above").look = look;
                 } else {
                     self.fail(id, ErrorCode::Unavailable, "no replica of the group could take it in time");
                 }

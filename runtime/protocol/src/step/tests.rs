@@ -251,3 +251,39 @@ fn an_identity_that_moved_keeps_its_steps_although_another_replica_is_idle_p7() 
     });
     assert_eq!(sent, Some(Target { replica: to.replica, incarnation: Incarnation::from_bits(20) }));
 }
+
+fn is_sent(outputs: &[SenderOutput], seq: u64) -> bool {
+    outputs.iter().any(|output| matches!(output, SenderOutput::Send { step, .. } if step.id == id(1, seq)))
+}
+
+fn reply(seq: u64) -> SenderInput {
+    let reply = Reply { id: id(1, seq), route: Vec::new(), items: 0, result: Ok(Bytes::new()) };
+    SenderInput::Reply { from: HOP, reply }
+}
+
+#[test]
+fn steps_of_the_origins_other_groups_hold_nobody_back() {
+    let mut sender = sender();
+    send(&mut sender, Instant::ZERO, submit(1, false, None));
+    // Meanwhile the origin submits as many to another group.
+    let far = 2 + SenderConfig::default().window;
+    let outputs = send(&mut sender, Instant::ZERO, submit(far, false, None));
+    assert!(is_sent(&outputs, far));
+}
+
+#[test]
+fn a_step_that_runs_too_far_ahead_of_an_unfinished_one_waits_for_it_and_does_not_fail() {
+    let mut sender = sender();
+    let window = SenderConfig::default().window;
+    send(&mut sender, Instant::ZERO, submit(1, false, None));
+    for seq in 2..=window {
+        assert!(is_sent(&send(&mut sender, Instant::ZERO, submit(seq, false, None)), seq));
+        send(&mut sender, Instant::ZERO, reply(seq));
+    }
+    let ahead = window + 1;
+    assert!(!is_sent(&send(&mut sender, Instant::ZERO, submit(ahead, false, None)), ahead));
+    let late = Instant::ZERO + SenderConfig::default().unavailable_after;
+    let outputs = send(&mut sender, late, SenderInput::Tick);
+    assert!(!outputs.iter().any(|output| matches!(output, SenderOutput::Done { .. })), "{outputs:?}");
+    assert!(is_sent(&send(&mut sender, late, reply(1)), ahead));
+}
