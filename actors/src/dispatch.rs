@@ -108,7 +108,8 @@ impl Dispatch {
             Control::Nudge => core.tell_liveness(LivenessMsg::Nudged(from)),
             // The transport ends the link with `Left` on its own; there is nothing to add here.
             Control::Goodbye => {}
-            Control::Fenced => core.doors().on_fenced(from),
+            // What follows from it the directory says: that the identity is lost, or held on.
+            Control::Fenced => tracing::warn!(peer = %from, "a peer has fenced this life"),
             Control::Directory(message) => core.doors().on_directory(from, message),
             Control::Cutover(message) => self.on_cutover(core, from, message),
         }

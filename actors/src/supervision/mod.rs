@@ -66,7 +66,6 @@ pub struct Doors {
     directory: Slot<Arc<dyn Hook<wire::directory::Message>>>,
     directory_actor: Slot<ActorRef<DirectoryMsg>>,
     cutover: Slot<Arc<dyn Hook<wire::cutover::Message>>>,
-    fenced: Slot<Arc<dyn Hook<()>>>,
 }
 
 fn ring<M: Message>(slot: &Slot<ActorRef<M>>, message: M) {
@@ -103,7 +102,6 @@ impl Doors {
         empty(&self.directory);
         empty(&self.directory_actor);
         empty(&self.cutover);
-        empty(&self.fenced);
         let groups = std::mem::take(&mut *self.groups.lock().expect("no holder panics"));
         drop(groups);
     }
@@ -125,11 +123,6 @@ impl Doors {
     /// Gives the messages of migrations to this hook.
     pub fn set_cutover(&self, hook: Arc<dyn Hook<wire::cutover::Message>>) {
         put(&self.cutover, hook);
-    }
-
-    /// Tells this hook that a peer has fenced this node's life.
-    pub fn set_fenced(&self, hook: Arc<dyn Hook<()>>) {
-        put(&self.fenced, hook);
     }
 
     pub(crate) fn put_group_supervisor(&self, actor: ActorRef<GroupSupervisorMsg>) {
@@ -207,13 +200,6 @@ impl Doors {
         match hook {
             Some(hook) => hook.take(from, message),
             None => tracing::warn!(peer = %from, "a migration message for a node that takes none"),
-        }
-    }
-
-    pub(crate) fn on_fenced(&self, from: Incarnation) {
-        let hook = self.fenced.lock().expect("no holder panics").clone();
-        if let Some(hook) = hook {
-            hook.take(from, ());
         }
     }
 }
