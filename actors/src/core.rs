@@ -13,7 +13,7 @@ use connex_transport::{Region, Transport};
 use tokio::sync::{Notify, broadcast};
 
 use crate::served_cell::{self, ServedCell};
-use crate::supervision::{Doors, LivenessMsg};
+use crate::supervision::{Doors, Heard, LivenessMsg};
 use crate::{Clock, GroupCell, NodeEvent};
 
 /// A node's limits and habits.
@@ -93,6 +93,7 @@ pub struct Core {
     next_op: AtomicU64,
     events: broadcast::Sender<NodeEvent>,
     doors: Doors,
+    heard: Heard,
     takes_over: AtomicBool,
     submitted: AtomicU64,
     completed: AtomicU64,
@@ -120,6 +121,7 @@ impl Core {
             next_op: AtomicU64::new(1),
             events: broadcast::Sender::new(config.events),
             doors: Doors::default(),
+            heard: Heard::default(),
             takes_over: AtomicBool::new(false),
             submitted: AtomicU64::new(0),
             completed: AtomicU64::new(0),
@@ -397,6 +399,11 @@ impl Core {
     /// The peers to which a link is up.
     pub fn peers(&self) -> Vec<Peer> {
         self.linked.read().expect("no holder panics").values().cloned().collect()
+    }
+
+    /// What peers have said that the liveness actor has not taken.
+    pub(crate) fn heard(&self) -> &Heard {
+        &self.heard
     }
 
     pub(crate) fn tell_liveness(&self, msg: LivenessMsg) {

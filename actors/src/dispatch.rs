@@ -103,9 +103,13 @@ impl Dispatch {
                 {
                     cell.on_heartbeat(&linked, heartbeat);
                 }
-                core.tell_liveness(LivenessMsg::Heard(from, heartbeat));
+                if core.heard().heartbeat(from, heartbeat) {
+                    core.tell_liveness(LivenessMsg::Heard);
+                }
             }
-            Control::Nudge => core.tell_liveness(LivenessMsg::Nudged(from)),
+            Control::Nudge if core.heard().nudge(from) => core.tell_liveness(LivenessMsg::Heard),
+            // It waits with what is already there.
+            Control::Nudge => {}
             // The transport ends the link with `Left` on its own; there is nothing to add here.
             Control::Goodbye => {}
             // What follows from it the directory says: that the identity is lost, or held on.

@@ -1,4 +1,5 @@
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 
 use connex_protocol::detect::{DetectConfig, DetectInput, DetectOutput, Detector};
 use connex_protocol::wire::{Control, Frame, Heartbeat};
@@ -17,12 +18,48 @@ pub(crate) enum LivenessMsg {
     Up(Peer),
     /// The last link to this peer ended.
     Down(Peer),
-    /// This peer's heartbeat came.
-    Heard(Incarnation, Heartbeat),
-    /// This peer wants to hear from this node now.
-    Nudged(Incarnation),
+    /// Peers were heard.
+    Heard,
     /// Time for the next heartbeats.
     Tick,
+}
+
+/// What peers said since the liveness actor last looked: the latest word of each that is linked, however often it
+/// speaks, so that a flood of heartbeats fills nobody's mailbox.
+#[derive(Default)]
+pub(crate) struct Heard {
+    words: Mutex<HashMap<Incarnation, Word>>,
+}
+
+/// A peer's latest word.
+#[derive(Debug, Default)]
+struct Word {
+    heartbeat: Option<Heartbeat>,
+    /// It wants to hear from this node now.
+    nudged: bool,
+}
+
+impl Heard {
+    /// A heartbeat came; true if the actor has to be told that something waits.
+    pub(crate) fn heartbeat(&self, from: Incarnation, heartbeat: Heartbeat) -> bool {
+        self.note(from, |word| word.heartbeat = Some(heartbeat))
+    }
+
+    /// The same for a peer that wants to hear from this node now.
+    pub(crate) fn nudge(&self, from: Incarnation) -> bool {
+        self.note(from, |word| word.nudged = true)
+    }
+
+    fn note(&self, from: Incarnation, note: impl FnOnce(&mut Word)) -> bool {
+        let mut words = self.words.lock().expect("no holder panics");
+        let first = words.is_empty();
+        note(words.entry(from).or_default());
+        first
+    }
+
+    fn take(&self) -> HashMap<Incarnation, Word> {
+        std::mem::take(&mut *self.words.lock().expect("no holder panics"))
+    }
 }
 
 /// The beats sent so far, and what those of the peers say.
@@ -57,6 +94,18 @@ impl LivenessState {
         }
     }
 
+    fn hear(&mut self) {
+        for (peer, Word { heartbeat, nudged }) in self.core.heard().take() {
+            if let Some(heartbeat) = heartbeat {
+                self.judge(DetectInput::Heard(peer, heartbeat));
+            }
+            if nudged {
+                let beat = self.beat();
+                self.core.send(peer, &beat);
+            }
+        }
+    }
+
     fn beat(&mut self) -> Frame {
         self.beats += 1;
         let progress = self.core.served().map(|served| served.heartbeat()).unwrap_or_default();
@@ -86,6 +135,8 @@ impl Actor for LivenessActor {
         for peer in state.core.peers() {
             state.judge(DetectInput::Up(peer.incarnation));
         }
+        // What the actor before this one did not come to: nobody rings again while something waits.
+        state.hear();
         Ok(state)
     }
 
@@ -101,17 +152,37 @@ impl Actor for LivenessActor {
                 for peer in state.core.peers() {
                     state.core.send(peer.incarnation, &beat);
                 }
+                // Nobody is judged before what is here has been heard.
+                state.hear();
                 state.judge(DetectInput::Tick);
                 myself.send_after(state.core.config().heartbeat, || LivenessMsg::Tick);
             }
-            LivenessMsg::Nudged(peer) => {
-                let beat = state.beat();
-                state.core.send(peer, &beat);
-            }
             LivenessMsg::Up(peer) => state.judge(DetectInput::Up(peer.incarnation)),
             LivenessMsg::Down(peer) => state.judge(DetectInput::Down(peer.incarnation)),
-            LivenessMsg::Heard(peer, heartbeat) => state.judge(DetectInput::Heard(peer, heartbeat)),
+            LivenessMsg::Heard => state.hear(),
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_of_heartbeats_waits_as_one_word_and_rings_once() {
+        let heard = Heard::default();
+        let peer = Incarnation::from_bits(7);
+        let beat = |seq| Heartbeat { seq, ..Heartbeat::default() };
+        assert!(heard.heartbeat(peer, beat(0)));
+        for seq in 1..100_000 {
+            assert!(!heard.heartbeat(peer, beat(seq)));
+        }
+        assert!(!heard.nudge(peer));
+        let words = heard.take();
+        assert_eq!(words.len(), 1);
+        assert_eq!(words[&peer].heartbeat.unwrap().seq, 99_999, "the latest one counts");
+        assert!(words[&peer].nudged);
+        assert!(heard.heartbeat(peer, beat(1)), "whoever looked is told again");
     }
 }

@@ -22,7 +22,7 @@ pub(crate) use directory::{DirectoryClientActor, DirectoryMsg};
 pub use directory::{Membership, Standing};
 pub(crate) use endpoint::{EndpointActor, EndpointArgs, EndpointMsg, EndpointState};
 pub(crate) use group::{GroupSupervisor, GroupSupervisorMsg};
-pub(crate) use liveness::{LivenessActor, LivenessMsg};
+pub(crate) use liveness::{Heard, LivenessActor, LivenessMsg};
 pub(crate) use local::LocalSupervisor;
 pub use node::{NodeSupervisor, NodeSupervisorArgs};
 pub(crate) use replica_group::{ReplicaGroupActor, ReplicaGroupMsg};
