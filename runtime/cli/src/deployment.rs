@@ -16,6 +16,11 @@ use crate::child::{Child, HEARD_MAX, Heard};
 use crate::model::Model;
 use crate::report::{Line, host_ns};
 
+/// A stage that never got ready is started again after a pause, which doubles up to the last: what ends it would end
+/// its successor too.
+const RETRY_FIRST: Duration = Duration::from_millis(100);
+const RETRY_LAST: Duration = Duration::from_secs(5);
+
 /// What a deployment consists of.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
@@ -335,27 +340,57 @@ impl Keeper {
     }
 
     /// A stage ended: its lease is ended too, on the word of this process, which reaped it; and it is started again.
-    fn on_exit(&self, seat: Seat, life: u32) {
-        let (ended, present) = {
+    fn on_exit(self: &Arc<Self>, seat: Seat, life: u32) {
+        let (ended, present, failed) = {
             let mut seats = self.seats.lock().expect("no holder panics");
             let Some(seated) = seats.get_mut(&seat) else { return };
             let present = seated.lives.len() as u32 == life + 1;
             if present {
                 seated.ready = false;
             }
-            (seated.lives.get(life as usize).cloned(), present)
+            let failed = seated.lives.iter().rev().take_while(|life| life.incarnation.is_none()).count();
+            (seated.lives.get(life as usize).cloned(), present, failed)
         };
         if let (Some(ended), Some(registration)) = (ended, self.client.registration())
             && let Some(incarnation) = ended.incarnation
         {
             registration.report(ended.lid, incarnation, Evidence::ProcessExited);
         }
+        if !present {
+            return;
+        }
+        match pause_after(failed) {
+            Duration::ZERO => self.start_again(seat, life),
+            pause => {
+                let keeper = self.clone();
+                tokio::spawn(async move {
+                    tokio::time::sleep(pause).await;
+                    keeper.start_again(seat, life);
+                });
+            }
+        }
+    }
+
+    /// Starts the successor of this life, unless the seat has one.
+    fn start_again(&self, seat: Seat, life: u32) {
+        let present = {
+            let seats = self.seats.lock().expect("no holder panics");
+            seats.get(&seat).is_some_and(|seated| seated.lives.len() as u32 == life + 1)
+        };
         if present
             && !self.closing.load(std::sync::atomic::Ordering::SeqCst)
             && let Err(error) = self.start(seat)
         {
             tracing::error!(%error, "a stage could not be started again");
         }
+    }
+}
+
+/// How long a seat stays empty after so many lives in a row that never got ready.
+fn pause_after(failed: usize) -> Duration {
+    match failed {
+        0 => Duration::ZERO,
+        _ => (RETRY_FIRST * (1 << (failed - 1).min(10))).min(RETRY_LAST),
     }
 }
 
@@ -373,5 +408,16 @@ async fn listen(keeper: Arc<Keeper>, mut hearing: mpsc::Receiver<((Seat, u32), u
         };
         // Nobody listening is no fault.
         let _ = keeper.news.send(News { seat, life, at_ns, what });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stage_that_served_is_replaced_at_once_and_one_that_never_did_ever_later() {
+        let pauses = [0, 1, 2, 7, 1000].map(pause_after);
+        assert_eq!(pauses.map(|pause| pause.as_millis()), [0, 100, 200, 5000, 5000]);
     }
 }
