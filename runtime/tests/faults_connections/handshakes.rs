@@ -5,9 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use connex::protocol::step::SenderConfig;
-use connex::protocol::wire::directory::Route;
 use connex::{
-    Address, CoreConfig, EndpointFactory, Epoch, Node, NodeEvent, Step, StepId, Via, WhenFull, serve_async,
+    Address, CoreConfig, EndpointFactory, Node, NodeEvent, Route, Step, StepId, Via, WhenFull, serve_async,
 };
 use tokio::sync::watch;
 
@@ -54,15 +53,8 @@ async fn through_a_forwarder(held: &Held, k: usize) -> (Node, Node, Forwarder) {
     let builder = Node::builder(lid(0)).listen("127.0.0.1:0").deployment("test").serve(held.endpoint());
     let replica = builder.start().await.unwrap();
     forwarder.aim(replica.address().split().1.parse().unwrap());
-    let route = Route {
-        lid: lid(0),
-        incarnation: replica.me().incarnation,
-        address: Address::new(&format!("tcp://{}", forwarder.host())),
-        epoch: Epoch { boot: 1, counter: 1 },
-        ready: true,
-        draining: false,
-        shadow: None,
-    };
+    let address = Address::new(&format!("tcp://{}", forwarder.host()));
+    let route = Route { address, ..replica.route() };
     let sender = SenderConfig { k: Some(k), ..SenderConfig::default() };
     let client = Node::client()
         .listen("127.0.0.1:0")
