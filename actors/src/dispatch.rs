@@ -127,8 +127,8 @@ impl Dispatch {
             (cutover::Message::Pausing { .. }, Some(linked), Some(cell)) => cell.on_pausing(&linked),
             (cutover::Message::Pausing { .. }, ..) => {}
             // Every answer in front of it has been taken by now.
-            (cutover::Message::Quiet { epoch }, ..) => {
-                let seen = cutover::Message::Seen { epoch: *epoch };
+            (cutover::Message::Quiet { epoch, fence }, ..) => {
+                let seen = cutover::Message::Seen { epoch: *epoch, fence: *fence };
                 core.send(from, &Frame::Control(Control::Cutover(seen)));
             }
             (cutover::Message::Abort { .. }, Some(linked), Some(cell)) => {

@@ -294,7 +294,6 @@ impl GroupCell {
         epoch: Epoch,
         evidence: Evidence,
     ) {
-        self.tell_submitter(SubmitterInput::Down(incarnation));
         self.tell_group(GroupInput::Removed { lid: lid.clone(), incarnation, epoch, evidence });
         self.owe(Duty::Down { peer: Peer { lid: lid.clone(), incarnation }, evidence });
     }
@@ -304,8 +303,6 @@ impl GroupCell {
     }
 
     pub(crate) fn on_down(&self, peer: &Peer, evidence: Evidence) {
-        // The source of a migration died in it: nothing is to be waited for.
-        self.tell_submitter(SubmitterInput::Down(peer.incarnation));
         self.tell_group(GroupInput::Down { incarnation: peer.incarnation, evidence });
         self.owe(Duty::Down { peer: peer.clone(), evidence });
     }
@@ -331,7 +328,8 @@ impl GroupCell {
     /// The identity moves to a new life: what is on the old one goes there, and nothing else is disturbed.
     fn on_superseded(&self, old: &Peer, route: &Route) {
         // While what is newer is still held back: all of it is sent in one order.
-        self.hand_over(old, Evidence::Superseded);
+        let from = Target { replica: old.lid.replica(), incarnation: old.incarnation };
+        self.drive(SenderInput::Handover { from, evidence: Evidence::Superseded });
         self.tell_submitter(SubmitterInput::Moved { replica: old.lid.replica(), to: route.incarnation });
         let mut state = self.state.lock().expect("no holder panics");
         state.joined.remove(&old.incarnation);
@@ -384,6 +382,9 @@ impl GroupCell {
     pub(crate) fn hand_over(&self, peer: &Peer, evidence: Evidence) {
         let from = Target { replica: peer.lid.replica(), incarnation: peer.incarnation };
         self.drive(SenderInput::Handover { from, evidence });
+        // The source of a migration died in it: nothing is to be waited for. What was held back has moved by now, and is
+        // not sent to the dead.
+        self.tell_submitter(SubmitterInput::Down(peer.incarnation));
     }
 
     /// The lives that hold unfinished steps and are not linked: what an actor that starts anew has to hand over.
@@ -442,8 +443,8 @@ impl GroupCell {
         let mut state = self.state.lock().expect("no holder panics");
         let now = core.clock().now();
         state.sender.choose_mut().handle(now, input);
-        let mut changed = false;
-        let mut owed = false;
+        let (mut changed, mut owed) = (false, false);
+        let mut ready = Vec::new();
         while let Some(output) = state.sender.choose_mut().poll() {
             match output {
                 GroupOutput::Connect { peer, address } => {
@@ -452,6 +453,7 @@ impl GroupCell {
                 }
                 GroupOutput::Routable { peer, epoch } => {
                     changed = true;
+                    ready.push(peer.clone());
                     if state.joined.insert(peer.incarnation) {
                         core.emit(NodeEvent::Joined { peer, epoch });
                     }
@@ -464,6 +466,10 @@ impl GroupCell {
                     }
                 }
             }
+        }
+        for peer in ready {
+            let (from, replica) = (peer.incarnation, peer.lid.replica());
+            self.run_submitter(&core, &mut state, SubmitterInput::Ready { from, replica });
         }
         if changed {
             self.ready.notify_waiters();

@@ -1,6 +1,5 @@
 //! Drives the two machines of a migration on one task that ends with its node; it decides nothing.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,8 +13,9 @@ use tokio::task::JoinSet;
 
 use crate::directory::Registration;
 
-/// Messages and completions that may wait for the driver. A full queue loses messages, which targets send again.
-const WAITING_MAX: usize = 16;
+/// Messages and completions that may wait for the driver: as many submitters may answer at once. A full queue loses
+/// messages, which targets send again and sources wait for no longer than their time.
+const WAITING_MAX: usize = 1024;
 
 /// Takes a node's migration messages from the transport's thread.
 pub(crate) struct Migration {
@@ -30,7 +30,7 @@ enum Heard {
 
 impl Hook<Message> for Migration {
     fn take(&self, from: Incarnation, message: Message) {
-        // A full queue means that a migration is under way: the target asks again.
+        // Every message of a migration may be lost.
         let _ = self.heard.try_send(Heard::Message(from, message));
     }
 
@@ -55,7 +55,6 @@ impl Migration {
             source: Source::default(),
             target: shadow.then(Target::default),
             submitters: Vec::new(),
-            unsettled: HashSet::new(),
             ended,
             work: JoinSet::new(),
         };
@@ -70,8 +69,6 @@ struct Driver {
     target: Option<Target>,
     /// Whose steps were here when the fence began.
     submitters: Vec<Peer>,
-    /// Those that have not said yet that they heard every answer.
-    unsettled: HashSet<Incarnation>,
     ended: mpsc::Sender<SourceInput>,
     /// What takes time; it ends with the driver.
     work: JoinSet<()>,
@@ -89,7 +86,7 @@ impl Driver {
                 heard = hearing.recv() => match heard {
                     None => return,
                     Some(Heard::Message(from, message)) => self.on_message(from, message),
-                    Some(Heard::Parted(from)) => self.on_settled(from),
+                    Some(Heard::Parted(from)) => self.tell_source(SourceInput::Gone(from)),
                 },
                 Some(input) = endings.recv() => self.tell_source(input),
                 changed = standing.changed() => {
@@ -111,20 +108,23 @@ impl Driver {
     fn on_message(&mut self, from: Incarnation, message: Message) {
         match message {
             Message::Fence { epoch, to } => {
-                let held = self.core.served().and_then(|_| self.registration.epoch());
-                self.tell_source(SourceInput::Asked { from, epoch, to, held });
+                let held = self.core.served().and_then(|_| self.registration.can_hand());
+                let shadow = self.shadow();
+                self.tell_source(SourceInput::Asked { from, epoch, to, held, shadow });
             }
-            Message::Refused { .. } | Message::Abort { .. } => self.tell_target(TargetInput::NotNow { from }),
-            Message::Seen { .. } => self.on_settled(from),
+            Message::Refused { .. } => self.tell_target(TargetInput::Refused { from }),
+            Message::Abort { .. } => self.tell_target(TargetInput::CalledOff { from }),
+            Message::Seen { fence, .. } => self.tell_source(SourceInput::Seen { from, fence }),
             // For the submitters' mailboxes; they have taken it.
             Message::Pausing { .. } | Message::Quiet { .. } => {}
         }
     }
 
-    fn on_settled(&mut self, submitter: Incarnation) {
-        if self.unsettled.remove(&submitter) && self.unsettled.is_empty() {
-            self.tell_source(SourceInput::Settled);
-        }
+    /// Who waits for this node's identity, by the directory's word.
+    fn shadow(&self) -> Option<Incarnation> {
+        let me = self.core.me();
+        let route = self.core.routes_of(me.lid.group()).into_iter().find(|route| route.lid == me.lid)?;
+        route.shadow.map(|(incarnation, _)| incarnation)
     }
 
     fn on_standing(&mut self, standing: &Standing) {
@@ -156,27 +156,22 @@ impl Driver {
         match output {
             SourceOutput::Refuse { to, epoch } => send(&self.core, to, Message::Refused { epoch }),
             SourceOutput::Pause(epoch) => {
-                let known = self.core.served().map(|served| served.submitters()).unwrap_or_default();
                 self.tell_all(&Message::Pausing { epoch });
-                self.submitters = self.core.peers();
-                self.submitters.retain(|peer| known.contains(&peer.incarnation));
+                self.submitters = submitters(&self.core);
             }
             SourceOutput::Fence(fence) => {
                 let Some(served) = self.core.served() else { return };
+                let (core, known) = (self.core.clone(), self.submitters.clone());
                 self.work_on(async move {
                     served.fence().await;
-                    SourceInput::Quiet(fence)
+                    // One that came in front of the fence, and one whose steps have all been given back by now.
+                    let all = submitters(&core).into_iter().chain(known).map(|peer| peer.incarnation);
+                    let submitters = all.filter(|submitter| core.is_linked(*submitter)).collect();
+                    SourceInput::Quiet { fence, submitters }
                 });
             }
-            SourceOutput::Settle(epoch) => {
-                self.unsettled = self.submitters.iter().map(|peer| peer.incarnation).collect();
-                self.unsettled.retain(|submitter| self.core.is_linked(*submitter));
-                for submitter in &self.unsettled {
-                    send(&self.core, *submitter, Message::Quiet { epoch });
-                }
-                if self.unsettled.is_empty() {
-                    self.tell_source(SourceInput::Settled);
-                }
+            SourceOutput::Settle { to, epoch, fence } => {
+                send(&self.core, to, Message::Quiet { epoch, fence });
             }
             SourceOutput::Hand(to) => {
                 let registration = self.registration.clone();
@@ -224,6 +219,12 @@ impl Driver {
             send(&self.core, peer.incarnation, message.clone());
         }
     }
+}
+
+/// The linked peers whose steps are remembered here.
+fn submitters(core: &Core) -> Vec<Peer> {
+    let known = core.served().map(|served| served.submitters()).unwrap_or_default();
+    core.peers().into_iter().filter(|peer| known.contains(&peer.incarnation)).collect()
 }
 
 /// Asks the holder to fence. One that can't be reached is not asked: its lease runs out, or it is reached next time.

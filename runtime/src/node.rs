@@ -207,7 +207,7 @@ impl Node {
                 let serves = self.core.served().is_some();
                 registration
                     .wait_for(|standing| match standing {
-                        Standing::Registered(_) | Standing::Lost | Standing::Left => true,
+                        Standing::Registered(_) | Standing::Kept(_) | Standing::Lost | Standing::Left => true,
                         Standing::Watching => !serves,
                         _ => false,
                     })

@@ -1,4 +1,5 @@
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -57,6 +58,7 @@ pub struct Membership {
     inbox: Mutex<VecDeque<Item>>,
     standing: watch::Sender<Standing>,
     directory: Mutex<Option<Incarnation>>,
+    away: AtomicBool,
     drained: broadcast::Sender<(LogicalId, Result<(), Refusal>)>,
 }
 
@@ -84,6 +86,7 @@ impl Membership {
             inbox: Mutex::default(),
             standing: watch::Sender::new(Standing::Unknown),
             directory: Mutex::new(None),
+            away: AtomicBool::new(false),
             drained: broadcast::Sender::new(DRAINED_MAX),
         })
     }
@@ -101,6 +104,11 @@ impl Membership {
     /// Where the directory is.
     pub fn address(&self) -> &Address {
         &self.address
+    }
+
+    /// The directory is out of reach, as far as is known.
+    pub fn is_away(&self) -> bool {
+        self.away.load(Ordering::Relaxed)
     }
 
     /// The epoch, while the node's lease is certain.
@@ -315,8 +323,12 @@ impl DirectoryState {
                 // Nobody waiting for it is no fault.
                 let _ = self.membership.drained.send((lid, result));
             }
-            ClientOutput::Away => self.core.emit(NodeEvent::DirectoryAway),
+            ClientOutput::Away => {
+                self.membership.away.store(true, Ordering::Relaxed);
+                self.core.emit(NodeEvent::DirectoryAway);
+            }
             ClientOutput::Back => {
+                self.membership.away.store(false, Ordering::Relaxed);
                 self.complained = false;
                 self.core.emit(NodeEvent::DirectoryBack);
             }

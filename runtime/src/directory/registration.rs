@@ -89,6 +89,11 @@ impl Registration {
         self.membership.standing()
     }
 
+    /// The epoch, while the identity can be handed over: it is certain, and the directory can be asked.
+    pub(crate) fn can_hand(&self) -> Option<Epoch> {
+        self.epoch().filter(|_| !self.membership.is_away())
+    }
+
     /// Hands the identity to the shadow that waits for it, and says what came of it. While the directory is away
     /// nobody knows which of the two holds it, and this waits.
     pub(crate) async fn hand_to(&self, shadow: Incarnation) -> SourceInput {

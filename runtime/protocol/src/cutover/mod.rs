@@ -7,18 +7,24 @@
 //!
 //! | what happens | source | target | submitters |
 //! | --- | --- | --- | --- |
-//! | the source dies before the directory's change | – | holds the identity when the lease is over | move their steps when they see it die |
+//! | the source dies before the directory's change | – | holds the identity when the lease is over, or its exit is reported | move their steps when they see it die |
 //! | the source dies after it | – | holds it | go to the target |
-//! | the source hangs | its lease runs out | asks again, and holds it when the lease is over | stop holding after [`HOLD_MAX`]; its silence moves their steps |
-//! | what executes does not end | calls it off after [`FENCE_MAX`] and serves on | asks again | go on when told, or after [`HOLD_MAX`] |
-//! | the target dies before the change | the directory refuses it: serves on | – | go on when told |
-//! | the target dies after it | is over | the lease runs out | move their steps when they see it die |
-//! | the directory is away | waits fenced for its word, or until its lease is over | waits | stop holding after [`HOLD_MAX`] |
-//! | a stranger asks, or asks for another epoch | refuses | – | – |
-//! | it is asked again | goes on | – | – |
-//! | a stranger says to hold, or to go on | – | – | ignored |
-//! | a submitter dies or hangs | waits for its word no longer than [`SETTLE_MAX`] | – | – |
-//! | a message is lost | calls it off, or goes on when asked again | asks again | stop holding after [`HOLD_MAX`] |
+//! | the source hangs | its lease runs out; when it is back it learns that, and nobody hears it | asks again, and holds it when the lease is over | stop holding after [`HOLD_MAX`]; its silence moves their steps |
+//! | what executes does not end | calls it off after [`FENCE_MAX`] and serves on | asks again, less and less often | go on when told, when it says that it is ready, or after [`HOLD_MAX`] |
+//! | the target dies before the change | the directory refuses it: serves on | – | go on when told, or when it says that it is ready |
+//! | the target dies after it | is over | the lease runs out, or its exit is reported | move their steps when they see it die |
+//! | a second target comes | is asked by the first alone | waits until the first holds it, and asks that one | – |
+//! | the directory is known to be away | refuses; has it begun, it calls it off and serves on | asks again | go on |
+//! | the directory falls silent once asked | neither serves nor ends until it hears: nobody knows who holds the identity | waits | stop holding after [`HOLD_MAX`]; the source gives back what they send, which waits for either |
+//! | the directory forgot the target | is told that it keeps the identity: serves on | waits anew, and asks again | go on |
+//! | a stranger asks, or for another epoch, or before the directory's word on the target has arrived | refuses; nothing is disturbed | asks again after [`ASK_SOON`] | – |
+//! | it is asked again, early or late | goes on; one that is over refuses | – | – |
+//! | a stranger says to hold, to go on, or that all was heard | ignored | ignored | ignored |
+//! | a source says to hold again and again | – | – | hold no longer than for the first time |
+//! | a submitter dies or hangs | waits for its word no longer than [`SETTLE_MAX`], and to part from it no longer than [`PART_MAX`] | – | – |
+//! | a submitter comes in the middle | gives its steps back | – | its steps wait until either is ready |
+//! | a message is lost | calls it off, or goes on when asked again | asks again | stop holding after [`HOLD_MAX`], or when the source says that it is ready |
+//! | a word of an earlier attempt comes late | ignored: each attempt has its number | – | – |
 
 mod source;
 mod submitter;
@@ -40,8 +46,14 @@ pub const SETTLE_MAX: Duration = Duration::from_millis(250);
 /// How long a source that has handed over waits for its submitters to hear of it.
 pub const PART_MAX: Duration = Duration::from_secs(1);
 
-/// How often a target asks its source again.
+/// How often a target asks a source that says nothing.
 pub const ASK_AGAIN: Duration = Duration::from_millis(500);
+
+/// How soon a target asks a source again that refused: the directory's word may not have reached it yet.
+pub const ASK_SOON: Duration = Duration::from_millis(100);
+
+/// How seldom a target asks a source at most that calls it off again and again.
+pub const ASK_SELDOM: Duration = Duration::from_secs(8);
 
 /// How long a submitter holds its steps back at most: longer than a source waits for what it executes.
 pub const HOLD_MAX: Duration = Duration::from_secs(4);

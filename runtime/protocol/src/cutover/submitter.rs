@@ -23,6 +23,13 @@ pub enum SubmitterInput {
         /// Its replica number.
         replica: ReplicaNo,
     },
+    /// A replica takes steps, which it did not before: it says so in its heartbeats.
+    Ready {
+        /// Its life.
+        from: Incarnation,
+        /// Its number.
+        replica: ReplicaNo,
+    },
     /// The directory says that another life holds the identity.
     Moved {
         /// The replica.
@@ -52,6 +59,15 @@ pub enum SubmitterOutput {
 
 /// The side that holds its steps back while an identity moves, and never for longer than [`HOLD_MAX`]. To go on too
 /// early costs no step: a source that is fenced gives it back.
+///
+/// | what it hears | from the holder | from whom it holds for | from anybody else |
+/// | --- | --- | --- | --- |
+/// | pausing, while it holds nothing | pause | – | – |
+/// | pausing, while it holds | – | – | – |
+/// | abort, or that it is ready again | resume | resume | ignored while it holds |
+/// | down | resume | resume | – |
+/// | the identity has moved | – | resume | – |
+/// | [`HOLD_MAX`] has passed | resume | resume | – |
 #[derive(Clone, Debug, Default)]
 pub struct Submitter {
     holds: BTreeMap<ReplicaNo, Hold>,
@@ -83,20 +99,25 @@ impl Machine for Submitter {
     fn handle(&mut self, now: Instant, input: SubmitterInput) {
         match input {
             SubmitterInput::Pausing { from, replica, holder } if holder == Some(from) => {
-                let begins = self.holds.insert(replica, Hold { by: from, since: now }).is_none();
-                if begins {
-                    self.outputs.push_back(SubmitterOutput::Pause(replica));
+                let hold = Hold { by: from, since: now };
+                match self.holds.get_mut(&replica) {
+                    // To say it again holds nothing for longer.
+                    Some(held) if held.by == from => {}
+                    Some(held) => *held = hold,
+                    None => {
+                        self.holds.insert(replica, hold);
+                        self.outputs.push_back(SubmitterOutput::Pause(replica));
+                    }
                 }
             }
             SubmitterInput::Pausing { .. } => {}
-            SubmitterInput::Abort { from, replica } => match self.holds.get(&replica) {
-                Some(hold) if hold.by != from => {}
+            SubmitterInput::Abort { from, replica } | SubmitterInput::Ready { from, replica } => {
                 // Also if it holds nothing any more: what the source gave back meanwhile may go there again.
-                _ => {
+                if self.holds.get(&replica).is_none_or(|hold| hold.by == from) {
                     self.holds.remove(&replica);
                     self.outputs.push_back(SubmitterOutput::Resume { replica, moved: None });
                 }
-            },
+            }
             SubmitterInput::Down(from) => {
                 if let Some(replica) = self.held_by(from) {
                     self.resume(replica, None);

@@ -1,6 +1,8 @@
 use alloc::collections::VecDeque;
 
-use super::ASK_AGAIN;
+use core::time::Duration;
+
+use super::{ASK_AGAIN, ASK_SELDOM, ASK_SOON};
 use crate::{Epoch, Incarnation, Instant, Machine};
 
 /// What happens to a target.
@@ -15,8 +17,13 @@ pub enum TargetInput {
     },
     /// This life holds the identity, or never will.
     Settled,
-    /// The holder refused, or called the migration off.
-    NotNow {
+    /// The holder refused: it does not know yet what this life does, and nothing was disturbed.
+    Refused {
+        /// Who says so.
+        from: Incarnation,
+    },
+    /// The holder had fenced, and called the migration off.
+    CalledOff {
         /// Who says so.
         from: Incarnation,
     },
@@ -38,17 +45,41 @@ pub enum TargetOutput {
 
 /// The side that takes an identity over: it asks whoever holds it, again and again, until it holds it itself. A
 /// holder that can't be reached, or does not answer, loses its lease in the end, and the directory grants it then.
+///
+/// | what it hears | asks |
+/// | --- | --- |
+/// | who holds the identity, and that is news | that one, at once |
+/// | nothing | again after [`ASK_AGAIN`] |
+/// | refused | again after [`ASK_SOON`] |
+/// | called off | again after [`ASK_AGAIN`], and twice as long each time, up to [`ASK_SELDOM`]: each attempt stops the source |
+/// | a word of anybody but the holder | – |
+/// | that it holds the identity, or never will | never more |
 #[derive(Clone, Debug, Default)]
 pub struct Target {
-    asking: Option<(Incarnation, Epoch, Instant)>,
+    asking: Option<Asking>,
     settled: bool,
     outputs: VecDeque<TargetOutput>,
 }
 
+#[derive(Clone, Copy, Debug)]
+struct Asking {
+    holder: Incarnation,
+    epoch: Epoch,
+    again: Instant,
+    /// How long to wait when it is called off next.
+    rest: Duration,
+}
+
 impl Target {
-    fn ask(&mut self, now: Instant, holder: Incarnation, epoch: Epoch) {
-        self.asking = Some((holder, epoch, now + ASK_AGAIN));
+    fn ask(&mut self, now: Instant, holder: Incarnation, epoch: Epoch, rest: Duration) {
+        self.asking = Some(Asking { holder, epoch, again: now + ASK_AGAIN, rest });
         self.outputs.push_back(TargetOutput::Ask { holder, epoch });
+    }
+
+    fn on_shadowing(&mut self, now: Instant, holder: Incarnation, epoch: Epoch) {
+        if self.asking.is_none_or(|asking| (asking.holder, asking.epoch) != (holder, epoch)) {
+            self.ask(now, holder, epoch, ASK_AGAIN);
+        }
     }
 }
 
@@ -57,17 +88,24 @@ impl Machine for Target {
     type Output = TargetOutput;
 
     fn handle(&mut self, now: Instant, input: TargetInput) {
-        match (input, self.asking) {
-            _ if self.settled => {}
+        if self.settled {
+            return;
+        }
+        match (input, &mut self.asking) {
             (TargetInput::Settled, _) => (self.asking, self.settled) = (None, true),
-            (TargetInput::Shadowing { holder, epoch }, Some((known, at, _)))
-                if (known, at) == (holder, epoch) => {}
-            (TargetInput::Shadowing { holder, epoch }, _) => self.ask(now, holder, epoch),
-            (TargetInput::NotNow { from }, Some((holder, epoch, _))) if from == holder => {
-                self.asking = Some((holder, epoch, now + ASK_AGAIN));
+            (TargetInput::Shadowing { holder, epoch }, _) => self.on_shadowing(now, holder, epoch),
+            (TargetInput::Refused { from }, Some(asking)) if from == asking.holder => {
+                asking.again = now + ASK_SOON;
             }
-            (TargetInput::Tick, Some((holder, epoch, again))) if again <= now => self.ask(now, holder, epoch),
-            (TargetInput::NotNow { .. } | TargetInput::Tick, _) => {}
+            (TargetInput::CalledOff { from }, Some(asking)) if from == asking.holder => {
+                asking.again = now + asking.rest;
+                asking.rest = (asking.rest * 2).min(ASK_SELDOM);
+            }
+            (TargetInput::Tick, Some(asking)) if asking.again <= now => {
+                let Asking { holder, epoch, rest, .. } = *asking;
+                self.ask(now, holder, epoch, rest);
+            }
+            (TargetInput::Refused { .. } | TargetInput::CalledOff { .. } | TargetInput::Tick, _) => {}
         }
     }
 
@@ -76,6 +114,6 @@ impl Machine for Target {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        self.asking.map(|(_, _, again)| again)
+        self.asking.map(|asking| asking.again)
     }
 }

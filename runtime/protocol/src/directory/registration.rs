@@ -266,11 +266,13 @@ impl Registration {
     /// Somebody asked that it be given up; `linked` says whether the directory can be told now.
     pub(super) fn leave(&mut self, now: Instant, to: Option<Incarnation>, linked: bool) -> Told {
         match self.stage {
-            Stage::Held if linked || to.is_some() => {
+            Stage::Held if linked => {
                 self.stage = Stage::Leaving(to);
                 self.due = Some(now);
                 Told::Nothing
             }
+            // The directory can't be asked now, so it has given the identity to nobody.
+            Stage::Held if to.is_some() => self.holder.last_epoch().map_or(Told::Nothing, Told::Kept),
             // It has been asked for, and may be granted already: the answer decides whether there is something to give up.
             Stage::Waiting if linked && self.due.is_none() => {
                 self.stage = Stage::Leaving(None);

@@ -588,8 +588,9 @@ impl<C: Choose> Sender<C> {
     fn on_resume(&mut self, now: Instant, replica: ReplicaNo) {
         let mailbox = self.mailboxes.entry(replica).or_default();
         mailbox.paused = false;
-        let incarnation = mailbox.incarnation;
-        for entry in self.entries.values_mut().filter(|entry| entry.refused_by == incarnation) {
+        // Whose life that was may be forgotten with a link that was lost. Offered to another that gave it back, a step
+        // is given back again.
+        for entry in self.entries.values_mut() {
             entry.refused_by = None;
         }
         self.pump(now);

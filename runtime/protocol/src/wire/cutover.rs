@@ -33,10 +33,14 @@ pub enum Message {
     Quiet {
         /// The epoch that ends.
         epoch: Epoch,
+        /// Which attempt of the source's this is.
+        fence: u64,
     },
     /// Submitter to source: everything in front of the [`Message::Quiet`] has arrived.
     Seen {
         /// The epoch that ends.
         epoch: Epoch,
+        /// The number in that [`Message::Quiet`].
+        fence: u64,
     },
 }

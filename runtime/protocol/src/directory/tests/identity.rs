@@ -302,6 +302,22 @@ fn a_hand_over_whose_answer_is_lost_is_asked_again_and_comes_to_the_same() {
 }
 
 #[test]
+fn a_hand_over_that_begins_while_the_directory_is_away_is_not_asked_for_and_the_source_keeps_the_identity() {
+    let mut world = World::settled(4, 2);
+    let shadow = world.add(lid(0), true, None);
+    world.run_until(TTL_MS, |world| {
+        world.nodes[shadow].count(|o| matches!(o, ClientOutput::Shadowing(_))) > 0
+    });
+    let target = world.nodes[shadow].incarnation;
+    world.break_link(0);
+    world.run_until(TTL_MS, |world| world.nodes[0].count(|o| matches!(o, ClientOutput::Away)) > 0);
+    world.tell(0, ClientInput::Leave(Some(target)));
+    assert_eq!(world.nodes[0].count(|output| matches!(output, ClientOutput::Kept(_))), 1);
+    world.run(2 * TTL_MS);
+    assert!(!world.nodes[0].left() && world.registered()[&lid(0)] == world.nodes[0].incarnation);
+}
+
+#[test]
 fn a_shadow_that_dies_or_falls_silent_is_cleaned_up_and_the_source_keeps_the_identity() {
     for silent in [false, true] {
         let mut world = World::settled(4, 2);
